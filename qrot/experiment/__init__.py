@@ -1,0 +1,1 @@
+"""One run = one folder: configuration, execution, results."""

@@ -1,0 +1,1 @@
+"""Fast kernels, each beside its plain-JAX reference."""

@@ -1,0 +1,1 @@
+"""Learning rotations: optimisers, objectives, the loop."""

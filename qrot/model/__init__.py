@@ -1,0 +1,1 @@
+"""Models: configuration, parameters, forward pass, loading, fusing."""

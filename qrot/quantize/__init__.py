@@ -1,0 +1,1 @@
+"""Methods that turn weights into quantised weights; one method, one file."""

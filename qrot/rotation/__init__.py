@@ -1,0 +1,1 @@
+"""Orthogonal matrices: what they are, how they are made, applied, saved."""
