@@ -1,0 +1,103 @@
+"""Perplexity, with the protocol that it was measured by.
+
+A perplexity means nothing without its protocol: which text, how joined, windows of what length at
+what stride, BOS or not. Two numbers are comparable only if all of it is equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from qrot.errors import InputError
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a text becomes rows of tokens: consecutive windows, the tail dropped.
+
+    count: how many windows from the start of the text; None for all.
+    stride: tokens between the starts of windows; None for `length`, so that windows do not overlap.
+      Of an overlapping window only the last `stride` tokens are scored.
+    bos: whether a BOS token stands before every window (the window then has length - 1 of text).
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    length: int = 512
+    count: int | None = 16
+    stride: int | None = None
+    bos: bool = False
+
+    def __post_init__(self):
+        if self.length < 2:
+            raise InputError(f"length: a window of {self.length} tokens predicts nothing")
+        if self.count is not None and self.count < 1:
+            raise InputError(f"count: {self.count} windows are none")
+        if self.stride is not None and not 1 <= self.stride <= self.length:
+            raise InputError(f"stride: {self.stride} is outside 1 to the length, {self.length}")
+
+
+def cut_windows(
+    tokens: Int[np.ndarray, " tokens"], windows: Windows, *, bos_token_id: int | None = None
+) -> Int[np.ndarray, "count length"]:
+    """Cut a text into windows.
+
+    Raises InputError where the text is shorter than asked for, or BOS is asked of a model without.
+    """
+    text = windows.length - windows.bos
+    stride = windows.stride or text
+    available = (len(tokens) - text) // stride + 1 if len(tokens) >= text else 0
+    count = available if windows.count is None else windows.count
+    if count > available or available == 0:
+        raise InputError(
+            f"the text has {len(tokens)} tokens: {available} windows of {text}, not {count or 1}"
+        )
+    rows = np.stack([tokens[i * stride : i * stride + text] for i in range(count)])
+    if windows.bos:
+        if bos_token_id is None:
+            raise InputError("bos: this model has no BOS token")
+        rows = np.concatenate([np.full((count, 1), bos_token_id, rows.dtype), rows], axis=1)
+    return rows
+
+
+def token_nll(
+    logits: Float[Array, "batch length vocab"], tokens: Int[Array, "batch length"]
+) -> Float[Array, "batch length-1"]:
+    """Negative log-likelihood in nats of each token but the first, given those before it."""
+    logits = logits[:, :-1].astype(jnp.promote_types(logits.dtype, jnp.float32))
+    target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - target
+
+
+def mean_nll(
+    logits_of: Callable[[Int[Array, "batch length"]], Float[Array, "batch length vocab"]],
+    rows: Int[np.ndarray, "count length"],
+    windows: Windows,
+    *,
+    batch: int = 2,
+    advance: Callable[[int], None] = lambda done: None,
+) -> float:
+    """Mean negative log-likelihood of the scored tokens, in nats; perplexity is exp of it.
+
+    logits_of: jit-compiled logits of a batch of rows. advance: told the rows done after a batch.
+    """
+    seen = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
+    total, scored = 0.0, 0
+    for start in range(0, len(rows), batch):
+        part = rows[start : start + batch]
+        padded = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), 0)]))
+        nll = np.asarray(_token_nll(logits_of(padded), padded), np.float64)[: len(part)]
+        for i, row in enumerate(nll, start):
+            row = row[seen if i else 0 :]  # what overlaps was scored in the window before
+            total, scored = total + row.sum(), scored + len(row)
+        advance(len(part))
+    return total / scored
+
+
+_token_nll = jax.jit(token_nll)

@@ -1,0 +1,101 @@
+"""Text for calibration, for choosing settings, and for judging: always disjoint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qrot.errors import InputError
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where text comes from.
+
+    source: `pydoc`, the language reference that ships with Python (every second topic calibrates,
+      the others judge); `wikitext2`, the published benchmark; `files`, two text files of your own.
+    path: for wikitext2 the folder with wiki.train.raw (or a part of it) and wiki.test.raw; without
+      one the data set is fetched through `datasets`. For files the folder they are in.
+    calibration, evaluation: file names for `files`.
+    join: for wikitext2, `raw` takes a file as it is; `rows` joins its rows by a blank line, which
+      is what the published figures do.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    source: Literal["pydoc", "wikitext2", "files"] = "pydoc"
+    path: str | None = None
+    calibration: str = "calibration.txt"
+    evaluation: str = "evaluation.txt"
+    join: Literal["raw", "rows"] = "raw"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The two texts and their names; the names say how to get exactly these texts again."""
+
+    calibration: str
+    evaluation: str
+    name: str
+
+
+def read_texts(data: Data) -> Texts:
+    """Read the texts that the configuration names; InputError where one is missing."""
+    if data.source == "pydoc":
+        calibration, evaluation = _pydoc()
+    elif data.source == "wikitext2":
+        calibration, evaluation = _wikitext2(data)
+    else:
+        folder = Path(data.path or ".")
+        calibration = _read(folder / data.calibration)
+        evaluation = _read(folder / data.evaluation)
+    name = f"{data.source}, {data.join}" if data.source == "wikitext2" else data.source
+    return Texts(calibration, evaluation, f"{name}, sha256 {_sha256(evaluation)}")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _pydoc() -> tuple[str, str]:
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    return tuple("\n\n".join(topics[name] for name in names[i::2]) for i in (0, 1))
+
+
+def _wikitext2(data: Data) -> tuple[str, str]:
+    if data.path is None:
+        rows = [_hub_rows(split) for split in ("train", "test")]
+    else:
+        folder = Path(data.path)
+        train = next((p for p in sorted(folder.glob("wiki.train*.raw"))), folder / "wiki.train.raw")
+        raw = [_read(train), _read(folder / "wiki.test.raw")]
+        if data.join == "raw":
+            return raw[0], raw[1]
+        rows = [
+            ["" if line == " " else line + "\n" for line in text.split("\n")[:-1]] for text in raw
+        ]
+    separator = "\n\n" if data.join == "rows" else ""
+    if data.join == "raw":  # the hub drops the single space that a blank row is in the file
+        rows = [[row or " \n" for row in split] for split in rows]
+    return separator.join(rows[0]), separator.join(rows[1])
+
+
+def _hub_rows(split: str) -> list[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise InputError(
+            "data.path: give the folder with WikiText-2's raw files, or `pip install qrot[hub]`"
+        ) from error
+    return load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=split)["text"]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text ({error})") from error

@@ -1,0 +1,315 @@
+"""What a quantised number is: a grid of levels, and rounding to it with a useful gradient.
+
+`fake_quantise` returns the values that integers on the grid stand for. Its derivative passes
+straight through the rounding, but follows the scale: scale, zero point and clipping are functions
+of the extremes of x, and a rotation that is to shrink those extremes must feel them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qrot.errors import InputError
+
+OFF = 16  # a grid of 16 bits leaves its numbers alone
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Levels for one kind of tensor: value ~ (q - zero) * scale.
+
+    kind: how scale and zero follow from the extremes of the values that share them, at b bits,
+      `symmetric`: scale = clip absmax / (2^(b-1) - 1), q in [-2^(b-1), 2^(b-1) - 1], zero 0. At 4
+        bits absmax/7 (QuaRot, SpinQuant);
+      `symmetric_half`: scale = clip absmax / (2^(b-1) - 1/2), same q. At 4 bits absmax/7.5 (GPTQ,
+        compressed-tensors);
+      `asymmetric`: scale = clip (max - min) / (2^b - 1), zero = round(-clip min / scale), q in
+        [0, 2^b - 1]; the interval is widened to hold 0.
+    granularity: which values share a scale. `tensor`: all; `token`: one token's; `channel`: the
+      weights of one output; `head`: one token's in one head; `group`: runs of `group` neighbours
+      along the axis that the product sums over. None: the usual one of the role (weights channel,
+      activations token, keys and values head).
+    clip: factor on the extremes, below 1 to spend the levels on the bulk; `mse` (weights only)
+      searches for each scale the factor of least squared error.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    bits: int = OFF
+    kind: Literal["symmetric", "symmetric_half", "asymmetric"] = "symmetric"
+    granularity: Literal["tensor", "token", "channel", "head", "group"] | None = None
+    group: int | None = None
+    clip: float | Literal["mse"] = 1.0
+
+    def __post_init__(self):
+        if not 2 <= self.bits <= OFF:
+            raise InputError(f"bits: {self.bits} is outside 2 to {OFF} ({OFF} leaves it alone)")
+        if (self.granularity == "group") != (self.group is not None):
+            raise InputError("granularity: 'group' goes with a group size, and only with it")
+        if self.group is not None and self.group < 1:
+            raise InputError(f"group: {self.group} is not positive")
+        if self.clip != "mse" and not 0 < self.clip <= 1:
+            raise InputError(f"clip: {self.clip} is outside 0 to 1")
+
+    @property
+    def on(self) -> bool:
+        """Whether the grid rounds at all."""
+        return self.bits < OFF
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The lowest and the highest q."""
+        if self.kind == "asymmetric":
+            return 0, 2**self.bits - 1
+        return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+
+    @property
+    def steps(self) -> float:
+        """Scales between zero (symmetric) or the minimum (asymmetric) and the largest value."""
+        highest = self.levels[1]
+        return highest + 0.5 if self.kind == "symmetric_half" else float(highest)
+
+
+_GRANULARITY = {
+    "weights": ("channel", "group", "tensor"),
+    "activations": ("token", "group", "tensor"),
+    "keys": ("head", "token", "group", "tensor"),
+    "values": ("head", "token", "group", "tensor"),
+}
+
+
+@dataclass(frozen=True)
+class Override:
+    """Other bit widths for the names that match.
+
+    match: a shell pattern over `layers.<i>.<name>`, name one of q, k, v, o, gate, up, down (their
+      weights and their input) and keys, values (the cache): `*.down`, `layers.0.*`.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    match: str
+    weights: int | None = None
+    activations: int | None = None
+    keys: int | None = None
+    values: int | None = None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The grids of a whole model: W4A4KV4 is bits=4 for all four.
+
+    scale_gradient: whether the derivative of a quantiser follows its scale; False holds the scale
+      constant, as the released SpinQuant does.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    weights: Grid = Grid()
+    activations: Grid = Grid()
+    keys: Grid = Grid()
+    values: Grid = Grid()
+    overrides: tuple[Override, ...] = ()
+    scale_gradient: bool = True
+
+    def __post_init__(self):
+        for role, allowed in _GRANULARITY.items():
+            grid: Grid = getattr(self, role)
+            if grid.granularity is None:
+                object.__setattr__(self, role, replace(grid, granularity=allowed[0]))
+            elif grid.granularity not in allowed:
+                raise InputError(
+                    f"{role}: granularity '{grid.granularity}' is not one of {', '.join(allowed)}"
+                )
+            if grid.clip == "mse" and role != "weights":
+                raise InputError(f"{role}: clip 'mse' is a search over fixed numbers: weights only")
+
+    @property
+    def name(self) -> str:
+        """The short name in use in the field, such as W4A4KV4."""
+        k, v = self.keys.bits, self.values.bits
+        cache = f"KV{k}" if k == v else f"K{k}V{v}"
+        return f"W{self.weights.bits}A{self.activations.bits}{cache}"
+
+
+class LayerScheme(NamedTuple):
+    """The grids of one layer, overrides applied. Hashable: layers of equal scheme share a scan."""
+
+    weights: tuple[tuple[str, Grid], ...]  # by projection
+    qkv: Grid
+    o: Grid
+    gate_up: Grid
+    down: Grid
+    keys: Grid
+    values: Grid
+
+
+_READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+
+
+def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
+    """Resolve the overrides for one layer; the last override that matches a name wins.
+
+    Raises InputError where projections that share their input would get different activation bits.
+    """
+
+    def grid(role: str, name: str) -> Grid:
+        result: Grid = getattr(scheme, role)
+        for override in scheme.overrides:
+            bits = getattr(override, role)
+            if bits is not None and fnmatch(f"layers.{layer}.{name}", override.match):
+                result = replace(result, bits=bits)
+        return result
+
+    sites = {}
+    for site, readers in _READERS.items():
+        grids = {grid("activations", name) for name in readers}
+        if len(grids) > 1:
+            raise InputError(
+                f"overrides: {', '.join(readers)} share their input in layer {layer}, so they need "
+                "the same activation bits"
+            )
+        sites[site] = grids.pop()
+    weights = tuple((n, grid("weights", n)) for names in _READERS.values() for n in names)
+    return LayerScheme(
+        weights, **sites, keys=grid("keys", "keys"), values=grid("values", "values")
+    )
+
+
+def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
+    """Runs (start, stop, scheme) of neighbouring layers with the same grids."""
+    runs: list[tuple[int, int, LayerScheme]] = []
+    for i in range(layers):
+        current = layer_scheme(scheme, i)
+        if runs and runs[-1][2] == current:
+            runs[-1] = (runs[-1][0], i + 1, current)
+        else:
+            runs.append((i, i + 1, current))
+    return runs
+
+
+def fake_quantise(
+    x: Float[Array, "..."],
+    grid: Grid,
+    *,
+    axis: int = -1,
+    clip: Float[Array, "..."] | float | None = None,
+    scale_gradient: bool = True,
+) -> Float[Array, "..."]:
+    """Round x to its grid and return the rounded values, in x's dtype and shape.
+
+    axis: the axis that the product sums over: the last for activations [..., tokens, n] and for
+      keys and values [..., tokens, heads, head_dim], the one before for weights [in, out].
+    clip: instead of `grid.clip`, one number or an array that broadcasts against the scales (shape
+      of x with `axis` reduced to 1); it is differentiable.
+    Raises InputError where a group does not divide the axis.
+    """
+    if not grid.on:
+        return x
+    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
+    axis = axis % x.ndim
+    if grid.granularity == "group":
+        shape, n = x.shape, x.shape[axis]
+        if n % grid.group:
+            raise InputError(f"group: {grid.group} does not divide {n}")
+        x = x.reshape(*shape[:axis], n // grid.group, grid.group, *shape[axis + 1 :])
+        return _fake_quantise(x, clip, grid, (axis + 1,), scale_gradient).reshape(shape)
+    if grid.granularity == "tensor":
+        axes = tuple(range(x.ndim))
+    elif grid.granularity == "token" and x.ndim == 4:  # keys and values: all heads of the token
+        axes = (x.ndim - 2, x.ndim - 1)
+    else:
+        axes = (axis,)
+    return _fake_quantise(x, clip, grid, axes, scale_gradient)
+
+
+def scale_and_zero(x, clip, grid: Grid, axes: tuple[int, ...]):
+    """Scale and zero point, each with `axes` reduced to 1; zero is None on a symmetric grid."""
+    if grid.kind == "asymmetric":
+        low = jnp.minimum(x.min(axes, keepdims=True), 0) * clip
+        high = jnp.maximum(x.max(axes, keepdims=True), 0) * clip
+        scale = _no_zeros((high - low) / grid.steps)
+        return scale, jnp.round(-low / scale)
+    return _no_zeros(jnp.abs(x).max(axes, keepdims=True) * clip / grid.steps), None
+
+
+def _no_zeros(scale):
+    return jnp.where(scale == 0, 1, scale)  # all values are 0: any scale represents them
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _fake_quantise(x, clip, grid, axes, scale_gradient):
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale, zero = scale_and_zero(x32, clip, grid, axes)
+    low, high = grid.levels
+    if zero is not None:
+        low, high = low - zero, high - zero
+    return (jnp.clip(jnp.round(x32 / scale), low, high) * scale).astype(x.dtype)
+
+
+def _forward(x, clip, grid, axes, scale_gradient):
+    return _fake_quantise(x, clip, grid, axes, scale_gradient), (x, clip)
+
+
+def _backward(grid, axes, scale_gradient, saved, g):
+    """Straight-through rounding: d round(t) = dt, and the chain rule for all the rest.
+
+    Inside the levels d x^ = dx + (q - x / s) ds; a clipped value moves with the end of the interval
+    only. The ends move with the extreme values of x, so the derivative of the scale lands on the
+    elements that attain them (shared where several do).
+    """
+    x, clip = saved
+    if not scale_gradient:
+        return g, jnp.zeros_like(clip)
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale, zero = scale_and_zero(x32, clip, grid, axes)
+    low, high = grid.levels
+    if zero is not None:
+        low, high = low - zero, high - zero
+    t = x32 / scale
+    rounded = jnp.round(t)
+    inside = (rounded >= low) & (rounded <= high)
+    g_x = jnp.where(inside, g, 0)
+
+    def total(values):
+        return values.sum(axes, keepdims=True)
+
+    def at(extreme, gradient):
+        hit = x32 == extreme
+        return jnp.where(hit, gradient / jnp.maximum(total(hit.astype(g_x.dtype)), 1), 0)
+
+    if zero is None:
+        g_scale = total(g * jnp.where(inside, rounded - t, jnp.clip(rounded, low, high)))
+        biggest = jnp.abs(x32).max(axes, keepdims=True)
+        g_clip = g_scale * biggest / grid.steps
+        hit = jnp.abs(x32) == biggest
+        share = g_scale * clip / grid.steps / total(hit.astype(g_x.dtype))
+        g_x = g_x + jnp.where(hit, jnp.sign(x32) * share, 0)
+    else:
+        # x^ = low end for what is clipped below, low end + steps * scale for what is above.
+        above = rounded > high
+        g_scale = total(g * jnp.where(inside, rounded - t, 0))
+        g_low = total(jnp.where(rounded < low, g, 0)) - g_scale / grid.steps
+        g_high = total(jnp.where(above, g, 0)) + g_scale / grid.steps
+        minimum, maximum = x32.min(axes, keepdims=True), x32.max(axes, keepdims=True)
+        g_clip = g_low * jnp.minimum(minimum, 0) + g_high * jnp.maximum(maximum, 0)
+        g_x = g_x + jnp.where(minimum < 0, at(minimum, g_low * clip), 0)
+        g_x = g_x + jnp.where(maximum > 0, at(maximum, g_high * clip), 0)
+    return g_x.astype(x.dtype), _sum_to(g_clip, clip.shape).astype(clip.dtype)
+
+
+def _sum_to(x, shape):
+    """The transpose of broadcasting from `shape`."""
+    extra = x.ndim - len(shape)
+    x = x.sum(tuple(range(extra)))
+    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] > 1), keepdims=True)
+
+
+_fake_quantise.defvjp(_forward, _backward)

@@ -1,0 +1,219 @@
+"""The forward pass: a pure function of parameters, tokens and rotations.
+
+Layers are scanned. Every place where a quantiser may sit is a *site*: the input of q, k, v; of o;
+of gate, up; of down; and the keys and values of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from qrot.grid import LayerScheme, Scheme, fake_quantise, segments
+from qrot.model.config import ModelConfig, RopeScaling
+from qrot.model.params import Layers, Linear, Params
+from qrot.rotation.rotations import Clips, Rotations, Shifts, rotate, unrotate
+
+
+@struct.dataclass
+class _PerLayer:
+    """What one step of the scan reads besides the layer's weights."""
+
+    value: Any  # the value rotation
+    shifts: Shifts
+    clips: Clips
+    window: Any
+
+
+def forward(
+    params: Params,
+    tokens: Int[Array, "batch length"],
+    config: ModelConfig,
+    *,
+    rotations: Rotations | None = None,
+    scheme: Scheme | None = None,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
+    prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
+    taps: Int[Array, " taps"] | None = None,
+    remat: bool = False,
+    dtype: Any = None,
+) -> Float[Array, "batch length vocab"] | tuple[Float[Array, "batch length vocab"], dict]:
+    """Logits of a decoder, with activations, keys and values quantised by `scheme`.
+
+    Weights are used as they are; `scheme.weights` is for those who quantise them before
+    (`qrot.quantize`) or in `prepare`.
+
+    rotations: either fused into params, then only key and down act here, online; or not, then each
+      site computes Q(x R) R^T, which is what the fused network computes as long as its weights are
+      not quantised, without touching a weight.
+    prepare: applied to each layer's weights before use, with the rotations of that layer.
+    taps: positions in the flattened batch; if given, the second result holds the input of each
+      site there, before rotation and quantisation where the rotations are not fused:
+      {"qkv", "o", "gate_up", "down"}: [layers, taps, n], {"keys", "values"}:
+      [layers, taps, kv_heads, head_dim].
+    remat: recompute each layer in the backward pass instead of storing its intermediates.
+    dtype: of the computation; the parameters' own if None.
+    """
+    rotations = rotations or Rotations()
+    scheme = scheme or Scheme()
+    dtype = dtype or params.embed.dtype
+    length = tokens.shape[1]
+    rope = rope_table(config, length, jnp.promote_types(dtype, jnp.float32))
+    windows = None if config.sliding_window is None else jnp.asarray(config.sliding_window)
+    per_layer = _PerLayer(rotations.value, shifts or Shifts(), clips or Clips(), windows)
+
+    hidden = jnp.take(params.embed, tokens, axis=0).astype(dtype)
+    if rotations.fused:
+        hidden = rotate(hidden, rotations.residual)
+    tapped = []
+    for start, stop, grids in segments(scheme, config.num_hidden_layers):
+
+        def step(h, inputs, grids=grids):
+            layer, own = inputs
+            turns = rotations.replace(value=own.value)
+            if prepare is not None:
+                layer = prepare(layer, turns, grids)
+            return _layer(h, layer, own, turns, grids, scheme, config, rope, taps)
+
+        if remat:
+            step = jax.checkpoint(step, prevent_cse=False)
+        inputs = (params.layers, per_layer)
+        if (start, stop) != (0, config.num_hidden_layers):
+            inputs = jax.tree.map(lambda x, a=start, b=stop: x[a:b], inputs)
+        hidden, seen = jax.lax.scan(step, hidden, inputs)
+        tapped.append(seen)
+    hidden = rms_norm(hidden, params.norm, config.rms_norm_eps)
+    if rotations.fused:
+        hidden = unrotate(hidden, rotations.residual)
+    head = params.embed.T if params.head is None else params.head
+    logits = hidden @ head.astype(dtype)
+    if taps is None:
+        return logits
+    return logits, jax.tree.map(lambda *runs: jnp.concatenate(runs), *tapped)
+
+
+def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, rope, taps):
+    """One decoder layer: hidden states in and out, and the tapped site inputs."""
+    eps, seen = config.rms_norm_eps, {}
+    # What is fused is not turned again; what is turned here is turned back after rounding.
+    residual = None if rotations.fused else rotations.residual
+    value = None if rotations.fused else rotations.value
+    down = rotations.down
+
+    def tap(name: str, x, features: int = 1):
+        if taps is not None:
+            seen[name] = x.reshape(-1, *x.shape[x.ndim - features :])[taps]
+
+    def quantise(x, name: str, grid, turn=None):
+        clip = getattr(own.clips, name)
+        shift = getattr(own.shifts, name, None)
+        if shift is None:
+            return fake_quantise(x, grid, clip=clip, scale_gradient=scheme.scale_gradient)
+        shift = shift.astype(x.dtype) if turn is None else turn(shift.astype(x.dtype))
+        rounded = fake_quantise(x - shift, grid, clip=clip, scale_gradient=scheme.scale_gradient)
+        return rounded + shift
+
+    def residual_site(name: str, x, grid):
+        tap(name, x)
+        if not grid.on:
+            return x
+        x = quantise(rotate(x, residual), name, grid, lambda mu: rotate(mu, residual))
+        return unrotate(x, residual)
+
+    def per_head(turn, x, rotation):
+        return turn(x.reshape(*x.shape[:-1], -1, config.head_dim), rotation).reshape(x.shape)
+
+    x = residual_site("qkv", rms_norm(h, layer.attention_norm, eps), grids.qkv)
+    q, k, v = (
+        linear(x, w).reshape(*x.shape[:-1], -1, config.head_dim)
+        for w in (layer.q, layer.k, layer.v)
+    )
+    if layer.q_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+    q, k = apply_rope(q, rope), apply_rope(k, rope)
+    tap("keys", k, 2)
+    tap("values", v, 2)
+    if grids.keys.on:
+        q, k = rotate(q, rotations.key), rotate(k, rotations.key)
+    k = quantise(k, "keys", grids.keys)
+    v = quantise(rotate(v, value), "values", grids.values)
+    x = attention(q, k, v, own.window)
+    tap("o", per_head(unrotate, x, value))
+    x = quantise(x, "o", grids.o, lambda mu: per_head(rotate, mu, value))
+    h = h + linear(per_head(unrotate, x, value), layer.o)
+
+    x = residual_site("gate_up", rms_norm(h, layer.mlp_norm, eps), grids.gate_up)
+    x = jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up)
+    tap("down", x)
+    if rotations.fused:
+        x = quantise(rotate(x, down), "down", grids.down)
+    elif grids.down.on:
+        x = unrotate(quantise(rotate(x, down), "down", grids.down, lambda mu: rotate(mu, down)), down)
+    return h + linear(x, layer.down), seen
+
+
+def linear(x: Float[Array, "*batch in"], layer: Linear) -> Float[Array, "*batch out"]:
+    """x W + b, in x's dtype."""
+    y = x @ layer.weight.astype(x.dtype)
+    return y if layer.bias is None else y + layer.bias.astype(x.dtype)
+
+
+def rms_norm(
+    x: Float[Array, "*batch n"], scale: Float[Array, " n"], eps: float
+) -> Float[Array, "*batch n"]:
+    """x / sqrt(mean(x^2) + eps) * scale, at least in float32 (Zhang and Sennrich, 2019)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_table(config: ModelConfig, length: int, dtype) -> tuple[Array, Array]:
+    """cos and sin of the rotary embedding, each [length, head_dim / 2] (Su et al., 2021)."""
+    exponent = np.arange(0, config.head_dim, 2) / config.head_dim
+    frequency = _scaled(config.rope_theta**-exponent, config.rope_scaling)
+    angle = jnp.arange(length, dtype=dtype)[:, None] * jnp.asarray(frequency, dtype)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _scaled(frequency: np.ndarray, scaling: RopeScaling | None) -> np.ndarray:
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    # llama3: `turns` of the original context tell slow frequencies from fast ones.
+    turns = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
+    return frequency * (keep + (1 - keep) / scaling.factor)
+
+
+def apply_rope(
+    x: Float[Array, "batch length heads head_dim"], rope: tuple[Array, Array]
+) -> Float[Array, "batch length heads head_dim"]:
+    """Turn the pairs (x_i, x_{i + head_dim / 2}) by their position's angles."""
+    cos, sin = (table[:, None, :].astype(x.dtype) for table in rope)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attention(
+    q: Float[Array, "batch length heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
+    window: Int[Array, ""] | None = None,
+) -> Float[Array, "batch length features"]:
+    """Causal softmax attention with grouped heads; a window of 0 tokens is no limit."""
+    mask = None
+    if window is not None:
+        position = jnp.arange(q.shape[1])
+        distance = position[:, None] - position[None, :]
+        mask = ((distance < window) | (window == 0))[None, None]
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+    return out.reshape(*q.shape[:2], -1)

@@ -1,0 +1,81 @@
+"""Round-to-nearest: every weight to the nearest level of its grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from qrot.grid import Grid, LayerScheme, Scheme, fake_quantise, segments
+from qrot.model.params import Layers, Linear, Params
+
+
+def rtn(params: Params, scheme: Scheme) -> Params:
+    """Round the weights of all linear layers to `scheme.weights`; embed and head are left alone.
+
+    Raises InputError where a group does not divide a layer's inputs.
+    """
+    layers = params.layers
+    runs = segments(scheme, layers.attention_norm.shape[0])
+    done = [
+        _rtn_layers(jax.tree.map(lambda x, a=start, b=stop: x[a:b], layers), grids)
+        for start, stop, grids in runs
+    ]
+    return params.replace(layers=jax.tree.map(lambda *parts: jnp.concatenate(parts), *done))
+
+
+@partial(jax.jit, static_argnums=1)
+def _rtn_layers(layers: Layers, grids: LayerScheme) -> Layers:
+    return jax.lax.map(lambda layer: rtn_layer(layer, grids), layers)
+
+
+def rtn_layer(layer: Layers, grids: LayerScheme, *, scale_gradient: bool = True) -> Layers:
+    """The weights of one layer (no `layers` axis) on their grids; differentiable."""
+
+    def rounded(linear: Linear, grid: Grid) -> Linear:
+        return linear.replace(weight=round_weight(linear.weight, grid, scale_gradient))
+
+    return layer.replace(
+        **{name: rounded(getattr(layer, name), grid) for name, grid in grids.weights}
+    )
+
+
+def round_weight(
+    weight: Float[Array, "in out"], grid: Grid, scale_gradient: bool = True
+) -> Float[Array, "in out"]:
+    """One weight matrix on its grid, with the grid's clip ratio or the one searched for."""
+    clip = best_clip(weight, grid) if grid.on and grid.clip == "mse" else None
+    return fake_quantise(weight, grid, axis=-2, clip=clip, scale_gradient=scale_gradient)
+
+
+def best_clip(
+    weight: Float[Array, "in out"], grid: Grid, *, lowest: float = 0.4, step: float = 0.02
+) -> Float[Array, "..."]:
+    """The clip ratio of least squared rounding error for each scale of the grid.
+
+    Searches 1, 1 - step, ... down to lowest. Returns an array that broadcasts against the scales:
+    [1, out] per channel, [groups, 1, out] per group, [1, 1] per tensor. Constant for the
+    derivative.
+    """
+    weight = jax.lax.stop_gradient(weight)
+    plain = replace(grid, clip=1.0)
+    inputs, outputs = weight.shape
+    size = {"group": grid.group, "channel": inputs, "tensor": inputs}[grid.granularity]
+    axes = (1, 2) if grid.granularity == "tensor" else (1,)
+
+    def error(clip):
+        square = jnp.square(fake_quantise(weight, plain, axis=-2, clip=clip) - weight)
+        return square.reshape(-1, size, outputs).sum(axes, keepdims=True)
+
+    def better(best, clip):
+        least, chosen = best
+        now = error(clip)
+        return (jnp.minimum(now, least), jnp.where(now < least, clip, chosen)), None
+
+    whole = error(1.0)
+    candidates = jnp.arange(1 - step, lowest - step / 2, -step, dtype=weight.dtype)
+    (_, chosen), _ = jax.lax.scan(better, (whole, jnp.ones_like(whole)), candidates)
+    return chosen if grid.granularity == "group" else chosen[0]
