@@ -178,9 +178,7 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
             )
         sites[site] = grids.pop()
     weights = tuple((n, grid("weights", n)) for names in _READERS.values() for n in names)
-    return LayerScheme(
-        weights, **sites, keys=grid("keys", "keys"), values=grid("values", "values")
-    )
+    return LayerScheme(weights, **sites, keys=grid("keys", "keys"), values=grid("values", "values"))
 
 
 def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:

@@ -19,7 +19,10 @@ UNKNOWN = {668, 716, 892}
 MODEL_SIZES = [4864, 18944, 29568, 9728, 17408, 25600, 2880, 10944, 13696, 5632, 1536, 576, 896]
 MODEL_SIZES += [172, 148, 76, 3584, 4096, 5120, 8192, 8960, 11008, 13824, 14336, 28672]
 # Kronecker products, one factor alone, and odd parts whose matrices are not symmetric
-SIZES = [1, 2, 4, 8, 12, 20, 28, 36, 40, 64, 76, 92, 128, 148, 172, 240, 576]
+SIZES = [1, 2, 12, 20, 28, 36, 40, 64, 92, 128, 172, 240, 576]
+
+
+FWHT = jax.jit(fwht, static_argnames=("block", "transpose"))
 
 
 def random(*shape, dtype=jnp.float32, seed=0):
@@ -91,12 +94,12 @@ def test_model_sizes(n):
     assert np.prod(factors) == n
     assert sum(factors) < 500
     x = random(2, n)
-    y = fwht(x)
-    np.testing.assert_allclose(jnp.linalg.norm(y, axis=1), jnp.linalg.norm(x, axis=1), rtol=1e-5)
-    np.testing.assert_allclose(fwht(y, transpose=True), x, atol=1e-5)
+    y, back = jax.jit(lambda x: (y := fwht(x), fwht(y, transpose=True)))(x)
+    np.testing.assert_allclose(np.linalg.norm(y, axis=1), np.linalg.norm(x, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(back, x, atol=1e-5)
 
 
-@pytest.mark.parametrize(("n", "core"), [(1536, 12), (576, 36), (9728, 76), (22016, 172)])
+@pytest.mark.parametrize(("n", "core"), [(1536, 12), (576, 36), (2432, 76)])
 def test_the_cut_does_not_change_the_matrix(n, core):
     # H is H_K x Sylvester(n / K) for the smallest K, though the last K's factor may be larger.
     x = random(3, n)
@@ -106,37 +109,42 @@ def test_the_cut_does_not_change_the_matrix(n, core):
     np.testing.assert_allclose(fwht(x), expected.reshape(3, n), atol=2e-5)
 
 
-@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("n", SIZES)
-def test_equals_dense(n, transpose):
+def test_equals_dense(n):
     x = random(3, 2, n)
     dense = hadamard_dense(n)
     np.testing.assert_allclose(dense @ dense.T, np.eye(n), atol=1e-12)
-    expected = np.asarray(x, np.float64) @ (dense.T if transpose else dense)
-    for transform in (fwht, jax.jit(fwht, static_argnames="transpose")):
-        y = transform(x, transpose=transpose)
-        assert y.shape == x.shape
-        np.testing.assert_allclose(y, expected, atol=1e-5)
+    y, transposed = jax.jit(lambda x: (fwht(x), fwht(x, transpose=True)))(x)
+    assert y.shape == transposed.shape == x.shape
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ dense, atol=1e-5)
+    np.testing.assert_allclose(transposed, np.asarray(x, np.float64) @ dense.T, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+# Few shapes, since each is compiled; many values.
+@settings(deadline=None, max_examples=40)
 @given(
-    n=st.sampled_from(SIZES),
-    blocks=st.integers(1, 3),
-    batch=st.lists(st.integers(0, 3), max_size=3),
-    seed=st.integers(0, 99),
+    n=st.sampled_from([2, 12, 20, 28, 64, 240]),
+    shape=st.sampled_from([(1,), (2, 2), (0, 1)]),
+    seed=st.integers(0, 2**31 - 1),
+    scales=st.tuples(st.floats(-8, 8), st.floats(-8, 8)),
 )
-def test_inverse_norm_and_linearity(n, blocks, batch, seed):
-    shape = (*batch, n * blocks)
-    x, z = random(*shape, seed=seed), random(*shape, seed=seed + 100)
-    y = fwht(x, block=n)
-    assert y.shape == shape
-    np.testing.assert_allclose(fwht(y, block=n, transpose=True), x, atol=1e-5)
-    np.testing.assert_allclose(fwht(fwht(x, block=n, transpose=True), block=n), x, atol=1e-5)
-    norms = jnp.linalg.norm(x, axis=-1)
-    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), norms, rtol=1e-5, atol=1e-5)
-    combined = fwht(2 * x - 3 * z, block=n)
-    np.testing.assert_allclose(combined, 2 * y - 3 * fwht(z, block=n), atol=1e-4)
+def test_inverse_norm_and_linearity(n, shape, seed, scales):
+    *batch, blocks = shape
+    values = np.random.default_rng(seed)
+    x, z = (values.normal(size=(*batch, n * blocks)).astype(np.float32) for _ in range(2))
+
+    def transform(x, transpose=False):
+        return np.asarray(FWHT(x.astype(np.float32), block=n, transpose=transpose))
+
+    y = transform(x)
+    assert y.shape == x.shape
+    np.testing.assert_allclose(transform(y, transpose=True), x, atol=1e-5)
+    np.testing.assert_allclose(transform(transform(x, transpose=True)), x, atol=1e-5)
+    norms = np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), norms, rtol=1e-5)
+    a, b = scales
+    combined = transform(a * x + b * z)
+    np.testing.assert_allclose(combined, a * y + b * transform(z), atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [12, 20, 28])
@@ -154,7 +162,7 @@ def test_blocks(n, block):
     np.testing.assert_allclose(fwht(x, block=block), x @ dense, atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [20, 28, 240])
+@pytest.mark.parametrize("n", [20, 240])
 def test_gradient(n):
     x, cotangent = random(3, n), random(3, n, seed=1)
     gradient = jax.grad(lambda x: jnp.sum(fwht(x) * cotangent))(x)
@@ -200,23 +208,19 @@ def test_no_large_constant_is_embedded():
         (14, "order 14.*multiple of 4.*block=2 "),
         (668, "order 668.*no construction.*block=4 "),
         (85504, "order 85504.*block=512 "),
-        (1344 * 3 * 7, None),
         (9, "order 9.*no smaller block"),
         (0, "positive order, not 0"),
     ],
 )
 def test_error_names_the_largest_block(n, words):
-    if words is None:
-        assert np.prod(hadamard_factors(n)) == n
-        return
     with pytest.raises(InputError, match=words):
         hadamard_factors(n)
 
 
 def test_named_block_works():
-    with pytest.raises(InputError, match="block=72 "):
-        fwht(random(1, 18 * 12))
-    assert fwht(random(1, 18 * 12), block=72).shape == (1, 216)
+    with pytest.raises(InputError, match="block=12 "):
+        fwht(random(1, 2004))
+    assert fwht(random(1, 2004), block=12).shape == (1, 2004)
 
 
 def test_bad_arguments():

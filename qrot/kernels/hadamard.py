@@ -19,8 +19,10 @@ from jaxtyping import Int8
 
 from qrot.errors import InputError
 
-# Part of the definition of H (see `hadamard_factors`): changing it changes the matrices.
+# Part of the definition of H (see `hadamard_factors`): changing them changes the matrices. Above
+# _LARGEST_CORE a transform would be close to a dense product, and its constant several megabytes.
 _CORE_COST = 32
+_LARGEST_CORE = 1024
 # Tuning only: what one more pass over the array costs, in multiplications per entry. Measured with
 # XLA on a CPU; it moves the cuts between factors, never the matrix.
 _PASS_COST = 96
@@ -108,9 +110,9 @@ def _field_powers(p: int, k: int) -> list[tuple[int, ...]]:
     x^k is replaced by -(c_0 + ... + c_{k-1} x^{k-1}); of these polynomials the first is taken for
     which the powers of x reach all p^k - 1 nonzero elements.
     """
-    one: tuple[int, ...] = (1,) + (0,) * (k - 1)
+    one = (1,) + (0,) * (k - 1)
     for low in itertools.product(range(1, p), *[range(p)] * (k - 1)):
-        powers = [one]
+        powers: list[tuple[int, ...]] = [one]
         while True:
             *rest, top = powers[-1]
             times_x = zip((0, *rest), low, strict=True)
@@ -338,22 +340,22 @@ def hadamard_matrix(order: int) -> Int8[np.ndarray, "order order"]:
 def _unsupported(n: int) -> str:
     if n < 1:
         return f"a Hadamard matrix has a positive order, not {n}"
-    why = "there is no construction here for this multiple of 4"
+    why = f"its odd part has no construction here of up to {_LARGEST_CORE}"
     if n % 4:
         why = "an order over 2 must be a multiple of 4"
     block = max(d for d in range(1, n) if n % d == 0 and _cores(d) is not None)
     fallback = f"use block={block} for a block-diagonal one"
     if block == 1:
         fallback = "no smaller block than the whole works either"
-    return f"no Hadamard matrix of order {n}: {why}; {fallback}"
+    return f"no Hadamard transform of order {n}: {why}; {fallback}"
 
 
 @functools.lru_cache(maxsize=1024)
 def _cores(n: int) -> tuple[int, ...] | None:
     """Orders, ascending, of the factors of n that are not powers of two; None if n has no split.
 
-    Every one is the smallest supported order with its odd part, and the split is the one with the
-    smallest sum of (order + _CORE_COST).
+    Every one is the smallest supported order with its odd part, at most _LARGEST_CORE, and the
+    split is the one with the smallest sum of (order + _CORE_COST).
     """
     if n & (n - 1) == 0:
         return ()
@@ -363,7 +365,8 @@ def _cores(n: int) -> tuple[int, ...] | None:
         core = 4 * divisor
         while n % core == 0 and not supported(core):
             core *= 2
-        if n % core == 0 and (rest := _cores(n // core)) is not None:
+        fits = n % core == 0 and core <= _LARGEST_CORE
+        if fits and (rest := _cores(n // core)) is not None:
             splits.append(tuple(sorted((core, *rest))))
     return min(splits, key=lambda s: (sum(s) + _CORE_COST * len(s), s), default=None)
 

@@ -16,8 +16,7 @@ The factor stands on the right. For plain gradient descent the side does not mat
 Cayley(R A R^T) R = R Cayley(A), but it does once D remembers earlier steps. In x -> x R the rotated
 activations are multiplied by the factor, x R' = (x R) Cayley(alpha D), so that the entry (i, j) of
 A and of its moments is the plane of the rotated channels i and j, the ones that the quantiser
-sees, and stays that plane from step to step. Moments therefore need no transport. It is
-also what SpinQuant's transposed code computes.
+sees, and moments need no transport. It is also what SpinQuant's transposed code computes.
 
 `det R` never changes: a start with determinant -1 (half of all random Hadamard matrices) stays in
 that component.
@@ -204,8 +203,8 @@ def cayley_sgd(
     Args:
         learning_rate: a number or an optax schedule.
         momentum: decay of the heavy ball.
-        retraction: "cayley" solves exactly (the fastest on CPU); "fixed_point" is SpinQuant's five
-            iterations, products only, and needs max_norm <= 1.
+        retraction: "cayley" solves exactly (the faster on CPU at n = 576); "fixed_point" is
+            SpinQuant's five iterations, products only, and needs max_norm <= 1.
         max_norm: upper bound of alpha |M|_1, hence of a step's angle in radians.
     """
     return _on_group(optax.trace(momentum), learning_rate, retraction, max_norm)
@@ -250,8 +249,8 @@ def cayley_muon(learning_rate: Rate, momentum: float = 0.8) -> optax.GradientTra
 
     Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", here for a skew
     M, whose polar factor D is skew again with singular values of about 1. A step is steepest
-    descent under a bound on the spectral norm, so that the learning rate is the angle in radians of
-    the largest turn. Neither the gradient's size nor its conditioning matters. It does not slow
+    descent under a bound on the spectral norm, and the learning rate about the angle in radians of
+    every turn. Neither the gradient's size nor its conditioning matters. It does not slow
     down by itself near an optimum: use a schedule that ends at 0.
     """
     orthogonalise = optax.stateless(lambda updates, _: jax.tree.map(_orthogonalise, updates))

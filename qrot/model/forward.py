@@ -155,7 +155,9 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
     if rotations.fused:
         x = quantise(rotate(x, down), "down", grids.down)
     elif grids.down.on:
-        x = unrotate(quantise(rotate(x, down), "down", grids.down, lambda mu: rotate(mu, down)), down)
+        x = unrotate(
+            quantise(rotate(x, down), "down", grids.down, lambda mu: rotate(mu, down)), down
+        )
     return h + linear(x, layer.down), seen
 
 

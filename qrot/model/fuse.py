@@ -110,7 +110,8 @@ def fuse(
         embed = _fuse_rows(params.embed, wide.residual)
         head = _fuse_rows(params.head.T, wide.residual).T
         if shifts is not None:
-            shifts = _rotate_shifts(shifts, wide, config)
+            turned = rotate_shifts(jax.tree.map(jnp.float64, shifts), wide, config)
+            shifts = jax.tree.map(jnp.float32, turned)
     online = Rotations(key=rotations.key, down=rotations.down, fused=True)
     return params.replace(layers=layers, embed=embed, head=head), online, shifts
 
@@ -134,22 +135,21 @@ def _fuse_rows(x: Float[Array, "rows n"], rotation) -> Float[Array, "rows n"]:
     return jax.lax.map(fuse_one, x, batch_size=4096)
 
 
-@partial(jax.jit, static_argnums=2)
-def _rotate_shifts(shifts: Shifts, rotations: Rotations, config: ModelConfig) -> Shifts:
-    def rotated(shift, rotation):
-        return None if shift is None else rotate(shift.astype(jnp.float64), rotation)
+def rotate_shifts(shifts: Shifts, rotations: Rotations, config: ModelConfig) -> Shifts:
+    """The same shifts in the basis of the rotated activations, as fused weights read them."""
 
     def per_layer(shift, rotation):
-        heads = shift.reshape(-1, config.head_dim).astype(jnp.float64)
-        return rotate(heads, rotation).reshape(-1)
+        return rotate(shift.reshape(-1, config.head_dim), rotation).reshape(-1)
 
     o = shifts.o
     if o is not None and rotations.value is not None:
         o = jax.vmap(per_layer)(o, rotations.value)
-    turned = Shifts(
-        qkv=rotated(shifts.qkv, rotations.residual),
-        o=o,
-        gate_up=rotated(shifts.gate_up, rotations.residual),
-        down=rotated(shifts.down, rotations.down),
-    )
-    return jax.tree.map(lambda x: x.astype(jnp.float32), turned)
+    turned = {
+        name: None if shift is None else rotate(shift, rotation)
+        for name, shift, rotation in (
+            ("qkv", shifts.qkv, rotations.residual),
+            ("gate_up", shifts.gate_up, rotations.residual),
+            ("down", shifts.down, rotations.down),
+        )
+    }
+    return Shifts(o=o, **turned)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, LayerScheme, Scheme, fake_quantise, segments
+from qrot.grid import Grid, LayerScheme, Scheme, fake_quantise, layer_scheme, segments
 from qrot.model.params import Layers, Linear, Params
 
 
@@ -79,3 +79,18 @@ def best_clip(
     candidates = jnp.arange(1 - step, lowest - step / 2, -step, dtype=weight.dtype)
     (_, chosen), _ = jax.lax.scan(better, (whole, jnp.ones_like(whole)), candidates)
     return chosen if grid.granularity == "group" else chosen[0]
+
+
+def mean_best_clip(params: Params, scheme: Scheme) -> Float[Array, ""]:
+    """The mean over all scales of the clip ratios that `best_clip` finds."""
+    grids = layer_scheme(scheme, 0)
+    return _mean_best_clip(params.layers, grids)
+
+
+@partial(jax.jit, static_argnums=1)
+def _mean_best_clip(layers: Layers, grids: LayerScheme) -> Float[Array, ""]:
+    def mean(layer: Layers):
+        clips = [best_clip(getattr(layer, n).weight, g).ravel() for n, g in grids.weights if g.on]
+        return jnp.concatenate(clips).mean()
+
+    return jax.lax.map(mean, layers).mean()
