@@ -15,7 +15,8 @@ class Data:
     """Where text comes from.
 
     source: `pydoc`, the language reference that ships with Python (every second topic calibrates,
-      the others judge); `wikitext2`, the published benchmark; `files`, two text files of your own.
+      the others judge; a paragraph that is in both only judges); `wikitext2`, the published
+      benchmark; `files`, two text files of your own.
     path: for wikitext2 the folder with wiki.train.raw (or a part of it) and wiki.test.raw; without
       one the data set is fetched through `datasets`. For files the folder they are in.
     calibration, evaluation: file names for `files`.
@@ -42,7 +43,11 @@ class Texts:
 
 
 def read_texts(data: Data) -> Texts:
-    """Read the texts that the configuration names; InputError where one is missing."""
+    """Read the texts that the configuration names.
+
+    Raises InputError where one is missing, is not UTF-8, or cannot be fetched, and where text to
+    calibrate on and text to judge by are one and the same.
+    """
     if data.source == "pydoc":
         calibration, evaluation = _pydoc()
     elif data.source == "wikitext2":
@@ -51,6 +56,8 @@ def read_texts(data: Data) -> Texts:
         folder = Path(data.path or ".")
         calibration = _read(folder / data.calibration)
         evaluation = _read(folder / data.evaluation)
+    if calibration == evaluation:
+        raise InputError("data: the text that calibrates is the one that judges")
     name = f"{data.source}, {data.join}" if data.source == "wikitext2" else data.source
     return Texts(calibration, evaluation, f"{name}, sha256 {_sha256(evaluation)}")
 
@@ -63,7 +70,13 @@ def _pydoc() -> tuple[str, str]:
     from pydoc_data.topics import topics
 
     names = sorted(topics)
-    return tuple("\n\n".join(topics[name] for name in names[i::2]) for i in (0, 1))
+    # Topics quote each other: nearly a quarter of the judging half is in the other half, too.
+    calibration, evaluation = (
+        [part for name in names[i::2] for part in topics[name].split("\n\n")] for i in (0, 1)
+    )
+    judging = {part.strip() for part in evaluation}
+    calibration = [part for part in calibration if part.strip() not in judging]
+    return "\n\n".join(calibration), "\n\n".join(evaluation)
 
 
 def _wikitext2(data: Data) -> tuple[str, str]:
@@ -91,11 +104,16 @@ def _hub_rows(split: str) -> list[str]:
         raise InputError(
             "data.path: give the folder with WikiText-2's raw files, or `pip install qrot[hub]`"
         ) from error
-    return load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=split)["text"]
+    try:
+        return load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=split)["text"]
+    except Exception as error:  # no network: the hub's client has no common base class for it
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"WikiText-2 could not be fetched from the hub: {reason}") from error
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read as text ({reason})") from error

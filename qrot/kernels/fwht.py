@@ -40,12 +40,13 @@ def fwht(
     transpose: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*batch n"]:
-    """x H / sqrt(n) along the last axis, x [..., n]; O(n log n), never a dense [n, n] product.
+    """x H / sqrt(n) along the last axis, x [..., n], by one small dot per Kronecker factor.
 
-    H is the Kronecker product of the Hadamard matrices of `hadamard_factors(n)`. `transpose=True`
-    multiplies by H^T / sqrt(n), the inverse. `block` transforms each run of `block` entries on its
-    own. Half precisions are accumulated in float32; the result has the dtype of x. Raises
-    InputError if n (or block) has no Hadamard matrix here, or if block does not divide n.
+    H is the Kronecker product of the Hadamard matrices of `hadamard_factors(n)`. The cost is n
+    times the sum of the factors, O(n log n) for a given K in n = K 2^m. `transpose=True` multiplies
+    by H^T / sqrt(n), the inverse. `block` transforms each run of `block` entries on its own. Half
+    precisions are accumulated in float32; the result has the dtype of x. Raises InputError if n (or
+    block) has no Hadamard matrix here, or if block does not divide n.
     """
     if implementation not in (None, "xla"):
         raise InputError(f"implementation={implementation!r} of fwht is not available; use 'xla'")
@@ -58,7 +59,7 @@ def fwht(
         # The scale goes into one small factor, since XLA does not fuse it into a dot on a CPU.
         scale = 1 / math.sqrt(order) if i == 0 else 1.0
         # Each dot takes the leading factor's axis away and appends its result as the last: after
-        # all of them the axes are in order again, with no transposition of the array in between.
+        # all of them the axes are in order again, with no transposition written out in between.
         y = lax.dot_general(
             y.reshape(rows, size, order // size),
             jnp.asarray(matrix * scale, y.dtype),

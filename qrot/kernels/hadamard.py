@@ -331,7 +331,9 @@ def hadamard_matrix(order: int) -> Int8[np.ndarray, "order order"]:
     matrix = np.ascontiguousarray(build(), np.int8)
     # Products of +-1 rows are integers below 2^24, so exact in float32, and BLAS makes them fast.
     wide = matrix.astype(np.float32)
-    if not np.array_equal(wide @ wide.T, order * np.eye(order)) or np.any(np.abs(matrix) != 1):
+    if not np.array_equal(wide @ wide.T, np.diag(np.full(order, order, np.float32))) or np.any(
+        np.abs(matrix) != 1
+    ):
         raise AssertionError(f"the construction of the Hadamard matrix of order {order} is wrong")
     matrix.setflags(write=False)
     return matrix

@@ -18,14 +18,17 @@ from qrot.rotation.rotations import Shifts
 def capture(
     model: Model, rows: Int[np.ndarray, "count length"], vectors: int, seed: int
 ) -> dict[str, Float[np.ndarray, "layers vectors ..."]]:
-    """Inputs of every site at random positions: at most `vectors` of them, on the host.
+    """Inputs of every site at `vectors` random positions (or all there are), on the host.
+
+    A window yields half its positions, so that few windows have to be run.
 
     The first token of a window is left out: as an attention sink it is a hundred times larger than
     any other, and alone it would decide a mean or a squared error.
     """
     draw = np.random.default_rng(seed)
     rows = draw.permutation(rows)
-    each = min(rows.shape[1] - 1, -(-vectors // len(rows)))
+    each = max(rows.shape[1] // 2, -(-vectors // len(rows)))
+    each = min(each, rows.shape[1] - 1)
     needed = min(len(rows), -(-vectors // each))
     parts = []
     for row in rows[:needed]:

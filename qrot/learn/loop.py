@@ -1,4 +1,4 @@
-"""The learning loop: from calibration tokens to rotations, resumable and safe against divergence."""
+"""The learning loop: from calibration tokens to rotations; resumable, safe against divergence."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def learn(
     folder: Path,
     progress: Callable[[int, int, dict[str, Any]], None] = lambda step, steps, metrics: None,
 ) -> Learned:
-    """Learn rotations for a folded model from calibration tokens; returns the best on held-out text.
+    """Learn rotations for a folded model from calibration tokens; return the best by held-out loss.
 
     Writes a line a step to folder/metrics.jsonl and checkpoints to folder/checkpoint; called again
     with the same arguments after a kill it goes on from the last checkpoint, and arrives where an
@@ -116,8 +116,8 @@ def learn(
     rows = cut_windows(tokens, Windows(settings.length, None))
     if len(rows) <= settings.held_out:
         raise InputError(
-            f"the calibration text has {len(rows)} windows of {settings.length} tokens, all of them "
-            f"held out (learn.held_out: {settings.held_out})"
+            f"the calibration text has {len(rows)} windows of {settings.length} tokens, all "
+            f"of them held out (learn.held_out: {settings.held_out})"
         )
     held_out, rows = rows[: settings.held_out], rows[settings.held_out :]
     start = initial(model, rows, settings, scheme, sites, seed)
@@ -156,7 +156,7 @@ def learn(
             _append(metrics_file, metrics)
             step = int(state.step)
             if step % settings.checkpoint_every == 0 or step == settings.steps:
-                checkpoints.save_pytree(step, _leaves(state))
+                checkpoints.save(step, _leaves(state))
             progress(step, settings.steps, metrics)
     return state.best
 
@@ -241,7 +241,7 @@ def update(learned, optimiser_state, params, batch, rate, config, settings: Lear
     if learned.clips is not None:
         clips = jax.tree.map(lambda c: jnp.clip(c, 0.3, 1.0), learned.clips)
         learned = learned.replace(clips=clips)
-    return learned, optimiser_state, loss, optax.global_norm(turning)
+    return learned, optimiser_state, loss, optax.tree.norm(turning)
 
 
 def _one_step(state: State, batch_of, held_out_loss, model: Model, settings: Learn, scheme):
@@ -319,7 +319,7 @@ def _leaves(state: State) -> dict[str, Any]:
 def _restore(checkpoints, state: State) -> State:
     if checkpoints.latest is None:
         return state
-    saved = checkpoints.load_pytree(checkpoints.latest.step, _leaves(state))
+    saved = checkpoints.load(checkpoints.latest.step, _leaves(state))
     leaves = [saved[str(i)] for i in range(len(saved))]
     kept = jax.tree.unflatten(jax.tree.structure(state), leaves)
     return kept.replace(

@@ -105,7 +105,7 @@ def fuse(
     if rotations.fused:
         raise ValueError("these rotations are fused already")
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), rotations)
+        wide = jax.tree.map(lambda x: _orthogonal(jnp.asarray(x, jnp.float64)), rotations)
         layers = _fuse_layers(params.layers, wide, config)
         embed = _fuse_rows(params.embed, wide.residual)
         head = _fuse_rows(params.head.T, wide.residual).T
@@ -114,6 +114,17 @@ def fuse(
             shifts = jax.tree.map(jnp.float32, turned)
     online = Rotations(key=rotations.key, down=rotations.down, fused=True)
     return params.replace(layers=layers, embed=embed, head=head), online, shifts
+
+
+@jax.jit
+def _orthogonal(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Bring matrices that are orthogonal to within float32 there within float64.
+
+    One Newton-Schulz step, R (3 I - R^T R) / 2, squares the error. Signs stay as they are.
+    """
+    if x.ndim < 2:
+        return x
+    return 1.5 * x - 0.5 * x @ (x.mT @ x)
 
 
 @partial(jax.jit, static_argnums=2)

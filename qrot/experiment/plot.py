@@ -1,0 +1,92 @@
+"""The picture of a learning run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK, FAINT = "#2b2f36", "#b9bec7"
+TRAINING, HELD_OUT = "#9db7dd", "#1f4e9c"
+UNITS = {
+    "cross_entropy": "cross-entropy (nats per token)",
+    "reconstruction": "reconstruction error (relative to the output's energy)",
+}
+
+
+def plot_learning(history: list[dict[str, Any]], objective: str, title: str, path: Path) -> None:
+    """Draw training and held-out loss by step, from the lines of metrics.jsonl, as a PNG.
+
+    Marked are the level of the start, the best held-out loss (whose rotations are kept), and steps
+    where a diverged run was rolled back. Raises OSError where the file cannot be written.
+    """
+    training = [(line["step"], line["loss"]) for line in history if "loss" in line]
+    held_out = [(line["step"], line["held_out"]) for line in history if "held_out" in line]
+    rolled_back = [line["step"] for line in history if "message" in line]
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    with mpl.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK}):
+        axes = figure.add_subplot()
+    if held_out:
+        axes.axhline(held_out[0][1], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"start {held_out[0][1]:.4g}",
+            (1, held_out[0][1]),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            horizontalalignment="right",
+            color="#7b828d",
+            fontsize=9,
+        )
+    axes.plot(*_columns(training), color=TRAINING, linewidth=1.4, label="training batch")
+    axes.plot(
+        *_columns(held_out),
+        color=HELD_OUT,
+        linewidth=2,
+        marker="o",
+        markersize=4,
+        label="held-out windows",
+    )
+    for number, step in enumerate(rolled_back):
+        label = "rolled back" if number == 0 else None
+        axes.axvline(step, color="#c2452d", linewidth=1, alpha=0.6, label=label)
+    if held_out:
+        step, loss = min(held_out, key=lambda point: point[1])
+        axes.plot(
+            [step],
+            [loss],
+            linestyle="none",
+            marker="o",
+            markersize=10,
+            markerfacecolor="none",
+            markeredgecolor=HELD_OUT,
+            markeredgewidth=1.5,
+            label=f"best, {loss:.4g} at step {step}",
+        )
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("step")
+    axes.set_ylabel(UNITS[objective])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(y=0.12)
+    axes.grid(axis="y", color="#eceef1", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(color=FAINT, labelcolor=INK)
+    axes.legend(frameon=False, fontsize=9)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [loss for _, loss in points]

@@ -1,0 +1,136 @@
+"""results.json, and the table that it makes."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from qrot.errors import InputError
+
+COLUMNS = (
+    "method",
+    "seeds",
+    "bits",
+    "perplexity",
+    "nats above full precision",
+    "gap closed",
+    "seconds",
+)
+
+
+def read_results(path: Path) -> dict[str, Any] | None:
+    """The contents of results.json; None where there is none. Raises InputError if damaged."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputError(f"{path}: damaged ({error}); delete it to measure again") from error
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Replace results.json at once, so that a reader or a kill never meets half of it."""
+    write_text(path, json.dumps(results, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; raises OSError where it cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line of text cells for each method, its seeds taken together, under `COLUMNS`.
+
+    Mean and sample standard deviation over seeds. "gap closed" is the share of the nats between
+    random Hadamard (0 %) and full precision (100 %).
+    """
+    nll = {
+        method: statistics.fmean(row["nll"] for row in group)
+        for method, group in groupby(rows, lambda row: row["method"])
+    }
+    lines = []
+    for method, group in groupby(rows, lambda row: row["method"]):
+        group = list(group)
+        above = closed = ""
+        if "full_precision" in nll and method != "full_precision":
+            above = f"{nll[method] - nll['full_precision']:.3f}"
+            if method != "rtn" and "random_hadamard" in nll:
+                gap = nll["random_hadamard"] - nll["full_precision"]
+                closed = f"{(nll['random_hadamard'] - nll[method]) / gap:.1%}"
+        lines.append(
+            (
+                _label(group[0]),
+                ", ".join(str(row["seed"]) for row in group if row["seed"] is not None),
+                _bits(group[0]),
+                _spread([row["perplexity"] for row in group]),
+                above,
+                closed,
+                f"{statistics.fmean(row['seconds'] for row in group):.0f}",
+            )
+        )
+    return lines
+
+
+def _label(row: dict[str, Any]) -> str:
+    name = row["method"].replace("_", " ")
+    if row["method"] != "learned":
+        return name
+    shifts = ", with shifts" if row["shifts"] else ""
+    return f"{name} ({row['objective'].replace('_', ' ')} at W{row['trained_weight_bits']}{shifts})"
+
+
+def _bits(row: dict[str, Any]) -> str:
+    k, v = row["keys"], row["values"]
+    return f"W{row['weights']}A{row['activations']}" + (f"KV{k}" if k == v else f"K{k}V{v}")
+
+
+def _spread(values: list[float]) -> str:
+    mean = statistics.fmean(values)
+    digits = 0 if mean >= 1000 else 2
+    text = f"{mean:,.{digits}f}" if math.isfinite(mean) else str(mean)
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):,.{digits}f}"
+    return text
+
+
+def table(results: dict[str, Any]) -> Table:
+    """The results as a table for a terminal."""
+    drawn = Table(box=box.SIMPLE_HEAD, title=title(results), title_justify="left")
+    for i, name in enumerate(COLUMNS):
+        drawn.add_column(name, justify="right" if i > 2 else "left")
+    for line in cells(results["rows"]):
+        drawn.add_row(*line)
+    return drawn
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    lines = [COLUMNS, tuple("---:" if i > 2 else "---" for i in range(len(COLUMNS)))]
+    lines += cells(results["rows"])
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{title(results)}\n\n{rows}\n"
+
+
+def title(results: dict[str, Any]) -> str:
+    """The protocol in one sentence: numbers under another protocol are other numbers."""
+    p = results["protocol"]
+    model = f"{p['model']} ({p['note']})" if p["note"] else p["model"]
+    bos = "with BOS" if p["bos"] else "no BOS"
+    return (
+        f"Perplexity of {model} on {p['text']}: first {p['count']} windows of {p['window']} tokens "
+        f"at stride {p['stride']}, {bos}, logits in {p['logits']}; mean ± sample standard "
+        "deviation over seeds."
+    )

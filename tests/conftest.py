@@ -1,0 +1,53 @@
+"""What all tests share: shape checks, a CPU, and tiny models loaded once."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))  # for `models`, whether or not tests is a package
+
+from jaxtyping import install_import_hook
+
+# Before qrot is imported for the first time: every annotation in it is checked from here on.
+install_import_hook("qrot", "beartype.beartype")
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import models
+import pytest
+
+from qrot.model.load import load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def variant(tmp_path_factory):
+    """(name, dtype="float32", **changes to config.json) -> Model; `model.name` is its folder."""
+
+    @cache
+    def make(name: str, dtype: str = "float32", **changes):
+        folder = tmp_path_factory.mktemp(name)
+        architecture, own = models.VARIANTS[name]
+        models.write_folder(folder, architecture, **{**own, **changes})
+        with jax.enable_x64(dtype == "float64"):
+            return load(str(folder), dtype=jnp.dtype(dtype))
+
+    return make
+
+
+@pytest.fixture
+def quick_compile():
+    """Compile without optimisation: tiny models take longer to compile than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

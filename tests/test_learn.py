@@ -1,0 +1,259 @@
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qrot.errors import InputError
+from qrot.grid import Grid, Override, Scheme
+from qrot.learn import loop
+from qrot.learn.capture import capture, mean_shifts
+from qrot.learn.loop import Learn, learn, load_history
+from qrot.learn.objectives import Learned, cross_entropy, reconstruction
+from qrot.learn.stiefel import orthogonality_error
+from qrot.model.forward import forward
+from qrot.model.fuse import fold_norms, fuse
+from qrot.model.load import load
+from qrot.quantize.rtn import rtn
+from qrot.rotation.random import RotationSites, random_rotations
+from qrot.rotation.rotations import as_matrix
+from models import write_variant
+
+A4 = Grid(4, "asymmetric")
+W16A4 = Scheme(Grid(), A4, A4, A4)
+W4A4 = Scheme(Grid(4), A4, A4, A4)
+SHORT = Learn(steps=6, batch=2, length=16, held_out=2, evaluate_every=2, checkpoint_every=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_variant(folder, "qwen2")
+    return fold_norms(load(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return np.random.default_rng(0).integers(0, model.config.vocab_size, 640, dtype=np.int32)
+
+
+def run(model, tokens, settings, scheme, folder, **changes):
+    folder.mkdir(exist_ok=True)
+    return learn(
+        model, tokens, settings, scheme, sites=RotationSites(), seed=0, folder=folder, **changes
+    )
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("scheme", [W16A4, W4A4], ids=["w16", "w4"])
+def test_the_trained_network_is_the_fused_one(model, tokens, scheme, shifts):
+    rows = jnp.asarray(tokens[:64].reshape(2, 32))
+    rotations = random_rotations(model.config, 0)
+    means = mean_shifts(model, np.asarray(rows)) if shifts else None
+    trained = cross_entropy(Learned(rotations, means), model.params, rows, model.config, scheme)
+    params, online, moved = fuse(model.params, rotations, model.config, means)
+    logits = forward(
+        rtn(params, scheme), rows, model.config, rotations=online, scheme=scheme, shifts=moved
+    )
+    nll = loop_nll(logits, rows)
+    plain = loop_nll(forward(model.params, rows, model.config), rows)
+    assert abs(nll - plain) > 0.01  # the grids do something
+    assert float(trained) == pytest.approx(nll, rel=1e-5)  # with this seed no value is on an edge
+
+
+def loop_nll(logits, rows):
+    logp = jax.nn.log_softmax(logits[:, :-1])
+    return -float(jnp.take_along_axis(logp, rows[:, 1:, None], -1).mean())
+
+
+@pytest.mark.parametrize("scheme", [W16A4, W4A4], ids=["w16", "w4"])
+def test_reconstruction_is_its_formula(model, tokens, scheme):
+    config, rotations = model.config, random_rotations(model.config, 2)
+    seen = capture(model, tokens[:64].reshape(2, 32), 20, 0)
+    assert seen["qkv"].shape == (config.num_hidden_layers, 20, config.hidden_size)
+    layers = model.params.layers
+    weights = {
+        "qkv": jnp.concatenate([layers.q.weight, layers.k.weight, layers.v.weight], -1),
+        "gate_up": jnp.concatenate([layers.gate.weight, layers.up.weight], -1),
+        "o": layers.o.weight,
+        "down": layers.down.weight,
+    }
+    turned = fuse(model.params, rotations, config)[0].layers if scheme.weights.on else layers
+    q = rtn(model.params.replace(layers=turned), scheme).layers
+
+    def rounded(x):  # an independent transcription of the asymmetric grid
+        low, high = np.minimum(x.min(-1, keepdims=True), 0), np.maximum(x.max(-1, keepdims=True), 0)
+        scale = (high - low) / 15
+        zero = np.round(-low / scale)
+        return (np.clip(np.round(x / scale) + zero, 0, 15) - zero) * scale
+
+    total = 0.0
+    for i in range(config.num_hidden_layers):
+        r1, r4 = as_matrix(rotations.residual), as_matrix(rotations.down)
+        r2 = np.kron(np.eye(config.num_attention_heads), as_matrix(rotations.value)[i])
+        r2kv = np.kron(np.eye(config.num_key_value_heads), as_matrix(rotations.value)[i])
+        for site, turn in (("qkv", r1), ("gate_up", r1), ("o", r2), ("down", r4)):
+            x, w = seen[site][i].astype(np.float64), np.asarray(weights[site][i], np.float64)
+            exact = x @ w
+            if scheme.weights.on:
+                readers = {"qkv": "qkv", "gate_up": ("gate", "up"), "o": "o", "down": ("down",)}
+                wq = [np.asarray(getattr(q, n).weight[i], np.float64) for n in readers[site]]
+                y = rounded(x @ turn) @ np.concatenate(wq, -1)
+                if site == "qkv":
+                    kv = config.num_key_value_heads * config.head_dim
+                    exact[:, -kv:] = exact[:, -kv:] @ r2kv
+                elif site in ("o", "down"):
+                    exact = exact @ r1
+            else:
+                y = rounded(x @ turn) @ turn.T @ w
+            if scheme.weights.on or site != "down":
+                total += np.square(y - exact).sum() / np.square(exact).sum()
+        v = seen["values"][i].astype(np.float64)
+        r2 = as_matrix(rotations.value)[i]
+        total += np.square(rounded(v @ r2) @ r2.T - v).sum() / np.square(v).sum()
+    loss = reconstruction(
+        Learned(rotations), model.params, jax.tree.map(jnp.asarray, seen), config, scheme
+    )
+    assert float(loss) == pytest.approx(total / config.num_hidden_layers, rel=5e-3)
+
+
+def test_reconstruction_follows_overrides(model, tokens):
+    seen = jax.tree.map(jnp.asarray, capture(model, tokens[:64].reshape(2, 32), 20, 0))
+    learned = Learned(random_rotations(model.config, 0))
+
+    def loss(scheme):
+        return float(reconstruction(learned, model.params, seen, model.config, scheme))
+
+    eight = replace(W16A4, overrides=(Override("layers.0.*", activations=8),))
+    assert loss(eight) < loss(W16A4) * 0.95
+
+
+@pytest.mark.parametrize("optimiser", ["cayley_sgd", "cayley_adam", "cayley_muon", "qr_adam"])
+def test_learning_lowers_the_held_out_reconstruction_error(model, tokens, tmp_path, optimiser):
+    rate = {"cayley_sgd": 20.0, "cayley_muon": 0.1}.get(optimiser, 0.02)
+    settings = replace(
+        SHORT,
+        objective="reconstruction",
+        optimiser=optimiser,
+        learning_rate=rate,
+        steps=30,
+        batch=64,
+    )
+    learned = run(model, tokens, settings, W16A4, tmp_path)
+    history = load_history(tmp_path / "metrics.jsonl")
+    held_out = [line["held_out"] for line in history if "held_out" in line]
+    assert min(held_out) < 0.97 * held_out[0]
+    assert orthogonality_error(learned.rotations.residual) < 1e-5
+    assert orthogonality_error(learned.rotations.value) < 1e-5
+
+
+def test_only_what_is_to_learn_moves(model, tokens, tmp_path):
+    settings = replace(SHORT, learn_clips=True, shifts=True, learning_rate=0.02)
+    learned = run(model, tokens, settings, W4A4, tmp_path)
+    start = random_rotations(model.config, 0)
+    assert jnp.array_equal(learned.rotations.down.signs, start.down.signs)
+    assert jnp.array_equal(learned.rotations.key.signs, start.key.signs)
+    state_moved = load_history(tmp_path / "metrics.jsonl")
+    assert len(state_moved) == settings.steps + 1
+    assert learned.shifts is not None
+    assert all(((c >= 0.3) & (c <= 1)).all() for c in jax.tree.leaves(learned.clips))
+
+
+def test_first_tokens_do_not_decide_a_shift(model, tokens):
+    rows = tokens[:64].reshape(2, 32)
+    site = forward(model.params, jnp.asarray(rows), model.config, taps=jnp.arange(64))[1]["qkv"]
+    expected = np.asarray(site).reshape(-1, 2, 32, site.shape[-1])[:, :, 1:].mean((1, 2))
+    np.testing.assert_allclose(mean_shifts(model, rows).qkv, expected, atol=1e-5)
+
+
+def test_a_finished_run_is_not_run_again(model, tokens, tmp_path):
+    first = run(model, tokens, SHORT, W16A4, tmp_path)
+    called = []
+    second = run(model, tokens, SHORT, W16A4, tmp_path, progress=lambda *_: called.append(1))
+    assert not called
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, first, second))
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    from qrot.learn.loop import learn
+    from qrot.model.fuse import fold_norms
+    from qrot.model.load import load
+    from qrot.rotation.random import RotationSites
+    sys.path.insert(0, sys.argv[3])
+    from test_learn import SHORT, W4A4
+    model = fold_norms(load(sys.argv[1]))
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 640, dtype=np.int32)
+    learned = learn(model, tokens, SHORT, W4A4, sites=RotationSites(), seed=0,
+                    folder=Path(sys.argv[2]), progress=lambda step, *_: print(step, flush=True))
+    np.savez(Path(sys.argv[2]) / "result.npz", r1=learned.rotations.residual,
+             r2=learned.rotations.value)
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_result(tmp_path):
+    write_variant(tmp_path / "model", "qwen2")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "model")]
+    here = str(Path(__file__).parent)
+    subprocess.run([*command, str(whole), here], check=True, capture_output=True)
+
+    process = subprocess.Popen([*command, str(killed), here], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.strip() == "3":  # one step past the checkpoint of step 2
+            process.send_signal(signal.SIGKILL)
+            break
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "result.npz").exists()
+    time.sleep(0.1)
+    resumed = subprocess.run(
+        [*command, str(killed), here], check=True, capture_output=True, text=True
+    )
+    assert resumed.stdout.split()[0] in ("3", "4", "5")  # not from the start
+    a, b = np.load(whole / "result.npz"), np.load(killed / "result.npz")
+    np.testing.assert_array_equal(a["r1"], b["r1"])
+    np.testing.assert_array_equal(a["r2"], b["r2"])
+    lines = [load_history(f / "metrics.jsonl") for f in (whole, killed)]
+    for x, y in zip(*lines, strict=True):
+        x.pop("seconds", None), y.pop("seconds", None)
+        assert x == y
+
+
+def test_divergence_is_rolled_back(model, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "DIVERGED", 0.0)  # whatever the held-out loss is, it is too much
+    run(model, tokens, SHORT, W16A4, tmp_path)
+    history = load_history(tmp_path / "metrics.jsonl")
+    messages = [line["step"] for line in history if "message" in line]
+    assert messages == [2, 4, 6]
+    rates = {line["step"]: line["learning_rate"] for line in history if line["step"]}
+    assert rates[3] < 0.6 * rates[2]
+
+
+def test_a_loss_that_is_not_finite_is_rolled_back(model, tokens, tmp_path, monkeypatch):
+    original = loop.update
+
+    def poisoned(learned, state, params, batch, *rest):
+        learned, state, loss, norm = original(learned, state, params, batch, *rest)
+        return learned, state, loss * jnp.nan, norm
+
+    monkeypatch.setattr(loop, "update", poisoned)
+    learned = run(model, tokens, replace(SHORT, steps=2), W16A4, tmp_path)
+    start = random_rotations(model.config, 0)
+    assert jnp.array_equal(learned.rotations.residual, start.residual)
+
+
+def test_too_short_a_text_is_refused(model, tokens, tmp_path):
+    with pytest.raises(InputError, match="held out"):
+        run(model, tokens[:32], SHORT, W16A4, tmp_path)
