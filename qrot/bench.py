@@ -52,8 +52,8 @@ def bench_learn(
 ) -> dict[str, Any]:
     """Cost of one learning step (cross_entropy, W<weight_bits>A4KV4), part by part, in seconds.
 
-    The parts add up to the step: forward is the fake-quantised pass without rotations; rotation what
-    rotations add to it; backward the derivative; retraction the optimiser.
+    The parts add up to the step: forward is the fake-quantised pass without rotations, rotation
+    what rotations add to it, backward the derivative, retraction the optimiser.
     """
     model = fold_norms(model)
     params, config = model.params, model.config

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,7 +21,14 @@ from qrot.grid import Scheme
 from qrot.learn.loop import Learn
 from qrot.rotation.random import RotationSites
 
-Method = Literal["full_precision", "rtn", "random_orthogonal", "random_hadamard", "learned"]
+Method = Literal[
+    "full_precision",
+    "rtn",
+    "random_orthogonal",
+    "random_hadamard",
+    "random_hadamard_shift",
+    "learned",
+]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -31,6 +38,7 @@ class RunConfig:
 
     model: see `qrot.model.load.load`. dtype: of the parameters; compute_dtype: of the arithmetic
       when judging.
+    methods: `rtn` has no rotation; `random_hadamard_shift` has the shifts that learning starts with.
     out: the run folder; runs/<name of the config file> where the file does not say.
     rotations: the sites that are rotated, by every method that rotates.
     seeds: of the random rotations; learn_seeds: of the learned ones, each learned on its own.
@@ -43,14 +51,14 @@ class RunConfig:
     dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
     out: str = "runs/run"
-    data: Data = Data()
-    scheme: Scheme = Scheme()
-    rotations: RotationSites = RotationSites()
+    data: Data = field(default_factory=Data)
+    scheme: Scheme = field(default_factory=Scheme)
+    rotations: RotationSites = field(default_factory=RotationSites)
     methods: tuple[Method, ...] = get_args(Method)
     seeds: tuple[int, ...] = (0, 1, 2)
     learn_seeds: tuple[int, ...] = (0,)
-    learn: Learn = Learn()
-    evaluate: Windows = Windows()
+    learn: Learn = field(default_factory=Learn)
+    evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 
     def __post_init__(self):
@@ -171,7 +179,7 @@ def _sentence(errors: list[Any], settings: Any) -> str:
     path, kind, value = [], RunConfig, settings
     for part in errors[0]["loc"]:
         if is_dataclass(kind) and isinstance(value, dict):
-            known = [field.name for field in fields(kind)]
+            known = [known.name for known in fields(kind)]
             if part not in known:
                 return _unknown([*path, str(part)], known)
             kind = get_type_hints(kind)[part]
@@ -213,4 +221,4 @@ def _expected(kind: Any) -> str:
         return " or ".join(_expected(argument) for argument in arguments)
     if get_origin(kind) is tuple:
         return "a list"
-    return f"a section with keys {', '.join(field.name for field in fields(kind))}"
+    return f"a section with keys {', '.join(known.name for known in fields(kind))}"

@@ -99,7 +99,7 @@ def _wikitext2(data: Data) -> tuple[str, str]:
 
 def _hub_rows(split: str) -> list[str]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
             "data.path: give the folder with WikiText-2's raw files, or `pip install qrot[hub]`"

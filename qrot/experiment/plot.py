@@ -32,16 +32,9 @@ def plot_learning(history: list[dict[str, Any]], objective: str, title: str, pat
     with mpl.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK}):
         axes = figure.add_subplot()
     if held_out:
-        axes.axhline(held_out[0][1], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(
-            f"start {held_out[0][1]:.4g}",
-            (1, held_out[0][1]),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 4),
-            textcoords="offset points",
-            horizontalalignment="right",
-            color="#7b828d",
-            fontsize=9,
+        start = held_out[0][1]
+        axes.axhline(
+            start, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), label=f"start, {start:.4g}"
         )
     axes.plot(*_columns(training), color=TRAINING, linewidth=1.4, label="training batch")
     axes.plot(
@@ -72,6 +65,8 @@ def plot_learning(history: list[dict[str, Any]], objective: str, title: str, pat
     axes.set_xlabel("step")
     axes.set_ylabel(UNITS[objective])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    last = max(1, history[-1]["step"]) if history else 1
+    axes.set_xlim(-0.03 * last, 1.03 * last)
     axes.margins(y=0.12)
     axes.grid(axis="y", color="#eceef1", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -14,15 +14,7 @@ from rich.table import Table
 
 from qrot.errors import InputError
 
-COLUMNS = (
-    "method",
-    "seeds",
-    "bits",
-    "perplexity",
-    "nats above full precision",
-    "gap closed",
-    "seconds",
-)
+COLUMNS = ("method", "seeds", "bits", "perplexity", "nats lost", "gap closed", "s")
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
@@ -54,8 +46,8 @@ def write_text(path: Path, text: str) -> None:
 def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A line of text cells for each method, its seeds taken together, under `COLUMNS`.
 
-    Mean and sample standard deviation over seeds. "gap closed" is the share of the nats between
-    random Hadamard (0 %) and full precision (100 %).
+    "nats lost" are above full precision; "gap closed" is their share that a random Hadamard
+    rotation loses (0 %) and this method does not (100 %: full precision); s is seconds a seed.
     """
     nll = {
         method: statistics.fmean(row["nll"] for row in group)
@@ -67,12 +59,12 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         above = closed = ""
         if "full_precision" in nll and method != "full_precision":
             above = f"{nll[method] - nll['full_precision']:.3f}"
-            if method != "rtn" and "random_hadamard" in nll:
-                gap = nll["random_hadamard"] - nll["full_precision"]
+            gap = nll.get("random_hadamard", 0) - nll["full_precision"]
+            if method != "rtn" and gap > 0:
                 closed = f"{(nll['random_hadamard'] - nll[method]) / gap:.1%}"
         lines.append(
             (
-                _label(group[0]),
+                method.replace("_", " "),
                 ", ".join(str(row["seed"]) for row in group if row["seed"] is not None),
                 _bits(group[0]),
                 _spread([row["perplexity"] for row in group]),
@@ -82,14 +74,6 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             )
         )
     return lines
-
-
-def _label(row: dict[str, Any]) -> str:
-    name = row["method"].replace("_", " ")
-    if row["method"] != "learned":
-        return name
-    shifts = ", with shifts" if row["shifts"] else ""
-    return f"{name} ({row['objective'].replace('_', ' ')} at W{row['trained_weight_bits']}{shifts})"
 
 
 def _bits(row: dict[str, Any]) -> str:
@@ -107,21 +91,21 @@ def _spread(values: list[float]) -> str:
 
 
 def table(results: dict[str, Any]) -> Table:
-    """The results as a table for a terminal."""
-    drawn = Table(box=box.SIMPLE_HEAD, title=title(results), title_justify="left")
+    """The results as a table for a terminal, to be printed between `title` and `notes`."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(COLUMNS):
-        drawn.add_column(name, justify="right" if i > 2 else "left")
+        drawn.add_column(name, justify="right" if i > 2 else "left", no_wrap=True)
     for line in cells(results["rows"]):
         drawn.add_row(*line)
     return drawn
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as a table in Markdown."""
+    """The results as a table in Markdown, with title and notes."""
     lines = [COLUMNS, tuple("---:" if i > 2 else "---" for i in range(len(COLUMNS)))]
     lines += cells(results["rows"])
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{title(results)}\n\n{rows}\n"
+    return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n"
 
 
 def title(results: dict[str, Any]) -> str:
@@ -131,6 +115,23 @@ def title(results: dict[str, Any]) -> str:
     bos = "with BOS" if p["bos"] else "no BOS"
     return (
         f"Perplexity of {model} on {p['text']}: first {p['count']} windows of {p['window']} tokens "
-        f"at stride {p['stride']}, {bos}, logits in {p['logits']}; mean ± sample standard "
-        "deviation over seeds."
+        f"at stride {p['stride']}, {bos}, logits in {p['logits']}, norms {p['norms']}."
     )
+
+
+def notes(results: dict[str, Any]) -> str:
+    """What the columns mean, and how the learned rotations were learned."""
+    text = (
+        "Several seeds: mean ± sample standard deviation. Nats lost: above full precision, a "
+        "token. Gap closed: the share of random Hadamard's loss that is gone. "
+        "s: seconds a seed."
+    )
+    for row in results["rows"]:
+        if row["method"] == "learned":
+            shifts = ", with shifts" if row["shifts"] else ""
+            return (
+                f"{text} Learned: {row['objective'].replace('_', ' ')} with weights at "
+                f"{row['trained_weight_bits']} bits{shifts}, {row['steps']} steps of "
+                f"{row['optimiser']}."
+            )
+    return text

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 Advance = Callable[..., None]
 
@@ -23,7 +24,7 @@ class Stages:
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
+            _Remaining(),
             TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
@@ -39,24 +40,26 @@ class Stages:
         self._bars.stop()
 
     @contextmanager
-    def stage(
-        self, name: str, total: int | None = None, *, seconds: float = 2.0
-    ) -> Iterator[Advance]:
+    def stage(self, name: str, total: int | None = None, *, seconds: float) -> Iterator[Advance]:
         """A stage of `total` parts; yields `advance(parts=1, note="", done=None)`.
 
-        A stage that cannot say how far it is (total None) counts down from the `seconds` that it
-        is expected to take.
+        seconds: that it may be expected to take. They count down until the first part is done, and
+        to the end in a stage that cannot say how far it is (total None).
         """
         began = time.monotonic()
-        expected = seconds if total is None else None
-        task = self._bars.add_task(name, total=total or seconds, note="", expected=expected)
-        last = ""
+        task = self._bars.add_task(
+            name, total=total or seconds, note="", counted=total is not None, left=seconds, at=0.0
+        )
+        completed, skipped, last = 0, None, ""
 
         def advance(parts: int = 1, note: str = "", done: int | None = None) -> None:
-            nonlocal last
-            last = note
-            how = {"advance": parts} if done is None else {"completed": done}
-            self._bars.update(task, note=note, **how)
+            nonlocal completed, skipped, last
+            completed, last = completed + parts if done is None else done, note
+            if skipped is None:  # a stage that goes on where it stopped starts late
+                skipped = completed - parts
+            at = time.monotonic() - began
+            left = at / (completed - skipped) * ((total or completed) - completed)
+            self._bars.update(task, completed=completed, note=note, left=left, at=at)
 
         try:
             yield advance
@@ -69,10 +72,16 @@ class Stages:
 class _Bars(Progress):
     def get_renderables(self):
         for task in self.tasks:
-            if (expected := task.fields["expected"]) and task.elapsed is not None:
-                self._count_down(task.id, task.elapsed, expected)
+            if not task.fields["counted"]:  # past what was expected it waits just before the end
+                expected = task.fields["left"]
+                self.update(task.id, completed=min(task.elapsed or 0, 0.98 * expected))
         yield from super().get_renderables()
 
-    def _count_down(self, task: TaskID, elapsed: float, expected: float) -> None:
-        # Past what was expected the bar waits just before its end.
-        self.update(task, completed=min(elapsed, 0.98 * expected))
+
+class _Remaining(ProgressColumn):
+    """Remaining time: `left` seconds from `at` seconds on."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["left"] + task.fields["at"] - (task.elapsed or 0)
+        minutes, seconds = divmod(max(0, round(left)), 60)
+        return Text(f"{minutes}:{seconds:02d}", style="progress.remaining")

@@ -56,17 +56,17 @@ class Learn:
 
     objective: Literal["cross_entropy", "reconstruction"] = "cross_entropy"
     optimiser: Literal["cayley_sgd", "cayley_adam", "cayley_muon", "qr_sgd", "qr_adam"] = (
-        "cayley_adam"
+        "cayley_muon"
     )
-    learning_rate: float = 1e-3
+    learning_rate: float = 0.1
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     steps: int = 20
     batch: int = 2
     length: int = 512
     start: Literal["hadamard", "orthogonal", "identity"] = "hadamard"
     weight_bits: int | None = None
-    shifts: bool = False
-    learn_clips: bool = False
+    shifts: bool = True
+    learn_clips: bool = True
     clip_norm: float | None = 1.0
     held_out: int = 4
     evaluate_every: int = 5

@@ -29,7 +29,6 @@ class _PerLayer:
     shifts: Shifts
     clips: Clips
     window: Any
-    probes: Any
 
 
 def forward(
@@ -43,7 +42,6 @@ def forward(
     clips: Clips | None = None,
     prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
     taps: Int[Array, " taps"] | None = None,
-    probes: dict[str, Float[Array, "layers batch length ..."]] | None = None,
     remat: bool = False,
     dtype: Any = None,
 ) -> Float[Array, "batch length vocab"] | tuple[Float[Array, "batch length vocab"], dict]:
@@ -60,8 +58,6 @@ def forward(
       site there, before rotation and quantisation where the rotations are not fused:
       {"qkv", "o", "gate_up", "down"}: [layers, taps, n], {"keys", "values"}:
       [layers, taps, kv_heads, head_dim].
-    probes: added to the site inputs (qkv, o, gate_up, down) before anything happens to them; the
-      derivative with respect to zeros is the derivative with respect to the site inputs.
     remat: recompute each layer in the backward pass instead of storing its intermediates.
     dtype: of the computation; the parameters' own if None.
     """
@@ -71,7 +67,7 @@ def forward(
     length = tokens.shape[1]
     rope = rope_table(config, length, jnp.promote_types(dtype, jnp.float32))
     windows = None if config.sliding_window is None else jnp.asarray(config.sliding_window)
-    per_layer = _PerLayer(rotations.value, shifts or Shifts(), clips or Clips(), windows, probes)
+    per_layer = _PerLayer(rotations.value, shifts or Shifts(), clips or Clips(), windows)
 
     hidden = jnp.take(params.embed, tokens, axis=0).astype(dtype)
     if rotations.fused:
@@ -114,7 +110,6 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
     def tap(name: str, x, features: int = 1):
         if taps is not None:
             seen[name] = x.reshape(-1, *x.shape[x.ndim - features :])[taps]
-        return x if own.probes is None else x + own.probes.get(name, 0)
 
     def quantise(x, name: str, grid, turn=None):
         clip = getattr(own.clips, name)
@@ -126,7 +121,7 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
         return rounded + shift
 
     def residual_site(name: str, x, grid):
-        x = tap(name, x)
+        tap(name, x)
         if not grid.on:
             return x
         x = quantise(rotate(x, residual), name, grid, lambda mu: rotate(mu, residual))
@@ -150,16 +145,13 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
     k = quantise(k, "keys", grids.keys)
     v = quantise(rotate(v, value), "values", grids.values)
     x = attention(q, k, v, own.window)
-    if value is None:
-        x = tap("o", x)
-    else:
-        x = per_head(rotate, tap("o", per_head(unrotate, x, value)), value)
+    tap("o", per_head(unrotate, x, value))
     x = quantise(x, "o", grids.o, lambda mu: per_head(rotate, mu, value))
     h = h + linear(per_head(unrotate, x, value), layer.o)
 
     x = residual_site("gate_up", rms_norm(h, layer.mlp_norm, eps), grids.gate_up)
     x = jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up)
-    x = tap("down", x)
+    tap("down", x)
     if rotations.fused:
         x = quantise(rotate(x, down), "down", grids.down)
     elif grids.down.on:

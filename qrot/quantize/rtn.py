@@ -60,7 +60,8 @@ def best_clip(
     [1, out] per channel, [groups, 1, out] per group, [1, 1] per tensor. Constant for the
     derivative.
     """
-    weight = jax.lax.stop_gradient(weight)
+    wide = jnp.promote_types(weight.dtype, jnp.float32)  # errors are summed in at least float32
+    weight = jax.lax.stop_gradient(weight).astype(wide)
     plain = replace(grid, clip=1.0)
     inputs, outputs = weight.shape
     size = {"group": grid.group, "channel": inputs, "tensor": inputs}[grid.granularity]

@@ -61,7 +61,8 @@ def load_rotations(
             metadata = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a readable rotation file ({error})") from error
-    if metadata.pop("format", None) != _FORMAT:
+    needed = {"model", "digest", "blocks"}
+    if metadata.pop("format", None) != _FORMAT or not needed <= metadata.keys():
         raise InputError(f"{path}: not a rotation file of qrot")
     if digest is not None and metadata["digest"] != digest:
         raise InputError(

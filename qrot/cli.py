@@ -1,0 +1,113 @@
+"""The command line: what is typed, what is printed, and how it exits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qrot.errors import InputError
+
+app = typer.Typer(
+    help="Rotations that make language models easy to quantise.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Rotations that make language models easy to quantise."""
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learn.steps=5."),
+    ] = None,
+) -> None:
+    """Measure a model at one scheme by several methods, learned rotations among them.
+
+    A run that was interrupted goes on where it stopped.
+    """
+    import logging
+
+    from rich.console import Console
+
+    from qrot.experiment.config import read_config
+    from qrot.experiment.results import notes, table, title
+    from qrot.experiment.run import run as run_config
+
+    # Orbax logs the traceback of what it raises as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    console = Console()
+    settings = read_config(config, overrides or [])
+    try:
+        results = run_config(settings, console)
+    except KeyboardInterrupt:
+        print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
+    files = sorted(p for p in Path(settings.out).rglob("*") if p.suffix in _SHOWN)
+    console.print(f"{settings.out}: {', '.join(p.name for p in files)}", highlight=False)
+
+
+bench = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _benches() -> None:
+    """Measure what things cost on this machine."""
+
+
+@bench.command("learn")
+def bench_learn(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    weight_bits: Annotated[int, typer.Option(help="Bits of the weights in training.")] = 16,
+    batch: Annotated[int, typer.Option(help="Windows in a step.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+) -> None:
+    """Seconds of one learning step, part by part, and its ratio to a plain forward pass."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages
+    from qrot.model.load import load
+
+    console = Console()
+    with (
+        Stages(console) as stages,
+        stages.stage("measuring", bench.LEARN_FUNCTIONS * (rounds + 1)) as advance,
+    ):
+        result = bench.bench_learn(
+            load(model),
+            weight_bits=weight_bits,
+            batch=batch,
+            length=length,
+            rounds=rounds,
+            advance=advance,
+        )
+    console.print(bench.learn_table(result))
+
+
+_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png")
+
+
+def main() -> None:
+    """The console command: bad input is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"qrot: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

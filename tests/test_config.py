@@ -1,0 +1,130 @@
+import datetime
+
+import pytest
+import yaml
+
+from qrot.errors import InputError
+from qrot.experiment.config import RunConfig, first_difference, read_config, resolved, to_yaml
+from qrot.experiment.config import validate as validated
+from qrot.grid import Grid, Override, Scheme
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "four.yaml"
+    path.write_text(
+        "model: smollm2\n"
+        "scheme:\n"
+        "  weights: {bits: 4, clip: mse}\n"
+        "  overrides: [{match: '*.down', activations: 8}]\n"
+        "rotations: {down: 64}\n"
+        "learn: {steps: 3, learning_rate: 1e-3}\n"
+    )
+    return path
+
+
+def test_a_file_is_read_whole(file):
+    config = read_config(file)
+    assert config.out == "runs/four"
+    assert config.scheme == Scheme(
+        weights=Grid(4, clip="mse"), overrides=(Override("*.down", activations=8),)
+    )
+    assert config.rotations.down == 64
+    assert config.rotations.key is True
+    assert config.learn.learning_rate == 0.001
+
+
+def test_overrides_win_and_may_name_what_the_file_does_not(file):
+    config = read_config(
+        file,
+        ["learn.learning_rate=1E-4", "seeds=[4, 5]", "data.source=files", "scheme.keys.bits=3"],
+    )
+    assert (config.learn.learning_rate, config.learn.steps) == (1e-4, 3)
+    assert config.seeds == (4, 5)
+    assert config.data.source == "files"
+    assert (config.scheme.keys.bits, config.scheme.weights.bits) == (3, 4)
+
+
+def test_what_is_written_is_read_back(file):
+    config = read_config(file, ["learn.learning_rate=1e-7"])
+    assert validated(yaml.safe_load(to_yaml(config))) == config
+    assert validated({}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("scheme.weights.bit=4", "unknown key 'scheme.weights.bit', did you mean "
+         "'scheme.weights.bits'?"),
+        ("lern.steps=4", "unknown key 'lern', did you mean 'learn'?"),
+        ("scheme.overrides=[{match: a, weigths: 8}]", "unknown key 'scheme.overrides.0.weigths', "
+         "did you mean 'scheme.overrides.0.weights'?"),
+        ("data.zzz=1", "unknown key 'data.zzz', expected one of source, path, calibration, "
+         "evaluation, join"),
+        ("scheme.weights.bits=four", "scheme.weights.bits: expected an integer, not 'four'"),
+        ("scheme.weights.bits=4.0", "scheme.weights.bits: expected an integer, not 4.0"),
+        ("scheme.weights.bits=true", "scheme.weights.bits: expected an integer, not True"),
+        ("scheme.weights.clip=big", "scheme.weights.clip: expected a number or 'mse', not 'big'"),
+        ("learn.steps='3'", "learn.steps: expected an integer, not '3'"),
+        ("learn.shifts=1", "learn.shifts: expected true or false, not 1"),
+        ("learn.objective=mse", "learn.objective: expected one of 'cross_entropy', "
+         "'reconstruction', not 'mse'"),
+        ("learn.weight_bits=2026-01-01", "learn.weight_bits: expected an integer or null, not "
+         f"{datetime.date(2026, 1, 1)!r}"),
+        ("seeds=3", "seeds: expected a list, not 3"),
+        ("seeds=[0, x]", "seeds.1: expected an integer, not 'x'"),
+        ("scheme.keys=4", "scheme.keys: expected a section with keys bits, kind, granularity, "
+         "group, clip, not 4"),
+        ("scheme.overrides=[{weights: 8}]", "scheme.overrides.0.match: this key is needed"),
+        ("model=null", "model: expected a text, not None"),
+        # Out of range: with the way to it, whichever dataclass complains.
+        ("scheme.weights.bits=1", "scheme.weights.bits: 1 is outside 2 to 16 (16 leaves it alone)"),
+        ("scheme.keys.bits=17", "scheme.keys.bits: 17 is outside 2 to 16 (16 leaves it alone)"),
+        ("scheme.activations.clip=mse", "scheme.activations: clip 'mse' is a search over fixed "
+         "numbers: weights only"),
+        ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
+        ("learn.steps=0", "learn.steps: 0 is not positive"),
+        ("methods=[]", "methods: [] is empty or names one twice"),
+        ("seeds=[1, 1]", "seeds: [1, 1] is empty or names one twice"),
+        ("seeds=[-1]", "seeds and learn_seeds: a seed is not negative"),
+        # Not overrides at all.
+        ("steps", "'steps': an override has the form key.sub=value"),
+        ("learn..steps=1", "'learn..steps=1': an override has the form key.sub=value"),
+        ("model.name=x", "model.name=x: model has no keys below it"),
+        ("seeds=[1", "seeds=[1: the value is not YAML"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_named_in_one_sentence(file, override, sentence):
+    with pytest.raises(InputError) as error:
+        read_config(file, [override])
+    assert str(error.value) == sentence
+
+
+def test_of_several_faults_one_is_named(file):
+    with pytest.raises(InputError, match="unknown key 'lern'"):
+        read_config(file, ["seeds=3", "lern=1"])
+    with pytest.raises(InputError, match=r"scheme\.weights\.bits: 1 is outside"):
+        read_config(file, ["seeds=3", "lern=1", "scheme.weights.bits=1", "data.source=3"])
+
+
+@pytest.mark.parametrize("content", [b"- a\n- b\n", b"a: [\n", b"\xff\xfe\x00", b"text"])
+def test_files_that_are_no_configs(tmp_path, content):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"bad\.yaml"):
+        read_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"absent\.yaml: cannot be read"):
+        read_config(tmp_path / "absent.yaml")
+
+
+def test_first_difference_is_a_dotted_key(file):
+    old = resolved(read_config(file))
+    assert first_difference(old, resolved(read_config(file))) is None
+    for key, value in {"scheme.keys.bits": 3, "seeds": [7], "learn.steps": 9}.items():
+        new = resolved(read_config(file, [f"{key}={value}"]))
+        assert first_difference(old, new) == key
+    assert first_difference(old, {**old, "new": 1}) == "new"
+    assert first_difference({**old, "gone": 1}, old) == "gone"

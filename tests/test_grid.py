@@ -1,0 +1,405 @@
+"""What a quantised number is: levels, scales and derivatives, against independent arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qrot.errors import InputError
+from qrot.grid import Grid, Override, Scheme, fake_quantise, layer_scheme, segments
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+KINDS = ("symmetric", "symmetric_half", "asymmetric")
+
+
+def by_hand(x, kind, bits, axes, clip=1.0):
+    """The published formulas in numpy, float64: rounded values and scales."""
+    x = np.asarray(x, np.float64)
+    if kind == "asymmetric":
+        low = clip * np.minimum(x.min(axes, keepdims=True), 0)
+        high = clip * np.maximum(x.max(axes, keepdims=True), 0)
+        scale = (high - low) / (2**bits - 1)
+        scale = np.where(scale == 0, 1, scale)
+        zero = np.rint(-low / scale)
+        q = np.clip(np.rint(x / scale) + zero, 0, 2**bits - 1)
+        return (q - zero) * scale, scale
+    half = 2 ** (bits - 1)
+    steps = half - (1 if kind == "symmetric" else 0.5)
+    scale = clip * np.abs(x).max(axes, keepdims=True) / steps
+    scale = np.where(scale == 0, 1, scale)
+    return np.clip(np.rint(x / scale), -half, half - 1) * scale, scale
+
+
+def normal(*shape, seed=0):
+    # With a mean of 1, the largest is positive: at absmax/7.5 without clipping, -absmax would fall
+    # halfway between two levels, and the last bit of a division would decide.
+    return np.random.default_rng(seed).normal(1, 1, shape).astype(np.float32)
+
+
+def quantise(x, grid, **options):
+    return np.asarray(fake_quantise(jnp.asarray(x), grid, **options))
+
+
+# Values
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_are_the_published_ones(kind, bits, clip):
+    x = normal(6, 32)
+    expected, _ = by_hand(x, kind, bits, (1,), clip)
+    grid = Grid(bits, kind, "token", clip=clip)
+    np.testing.assert_allclose(quantise(x, grid), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_two_symmetric_grids_and_the_asymmetric_one_differ():
+    x = np.array([7.5, -7.5, 3.2, 0.6, 0.0], np.float32)
+    np.testing.assert_allclose(
+        quantise(x, Grid(4, "symmetric_half", "token")), [7, -8, 3, 1, 0]
+    )  # scale 7.5 / 7.5, rounding half to even and clamping to [-8, 7]
+    s = 7.5 / 7
+    np.testing.assert_allclose(
+        quantise(x, Grid(4, "symmetric", "token")), [7 * s, -7 * s, 3 * s, s, 0], rtol=1e-6
+    )
+    x = np.array([1.0, 16.0, 5.4], np.float32)  # zero is held: scale 16 / 15 and not 15 / 15
+    s = 16 / 15
+    np.testing.assert_allclose(
+        quantise(x, Grid(4, "asymmetric", "token")), [s, 15 * s, 5 * s], rtol=1e-6
+    )
+    x = np.array([-1.0, 14.0, 5.4], np.float32)
+    np.testing.assert_allclose(quantise(x, Grid(4, "asymmetric", "token")), [-1, 14, 5], rtol=1e-6)
+
+
+def test_small_values_share_a_level_beside_a_large_one():
+    """At a scale of 100/127, 1.0 and 0.5 fall on the same level, and 0.3 on zero."""
+    result = quantise(np.array([100, 1.0, 0.5, 0.3], np.float32), Grid(8, granularity="token"))
+    np.testing.assert_allclose(result, np.array([127, 1, 1, 0]) * 100 / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("granularity", "shape", "axis", "split", "axes"),
+    [
+        ("tensor", (3, 8), -1, (3, 8), (0, 1)),
+        ("token", (2, 3, 8), -1, (2, 3, 8), (2,)),
+        ("group", (2, 3, 8), -1, (2, 3, 2, 4), (3,)),
+        ("channel", (8, 5), -2, (8, 5), (0,)),
+        ("group", (8, 5), -2, (2, 4, 5), (1,)),
+        ("tensor", (8, 5), -2, (8, 5), (0, 1)),
+        ("head", (2, 3, 4, 8), -1, (2, 3, 4, 8), (3,)),
+        ("token", (2, 3, 4, 8), -1, (2, 3, 4, 8), (2, 3)),
+        ("group", (2, 3, 4, 8), -1, (2, 3, 4, 2, 4), (4,)),
+    ],
+)
+def test_granularity(kind, granularity, shape, axis, split, axes):
+    # Neighbours of very different size, so that sharing a scale too many or too few shows.
+    x = normal(*shape) * np.exp(2 * normal(*shape, seed=1))
+    grid = Grid(4, kind, granularity, group=4 if granularity == "group" else None, clip=0.9)
+    expected, _ = by_hand(x.reshape(split), kind, 4, axes, 0.9)
+    result = quantise(x, grid, axis=axis)
+    np.testing.assert_allclose(result, expected.reshape(shape), rtol=1e-5, atol=1e-6)
+
+
+def test_off_leaves_everything_alone():
+    x = jnp.asarray(normal(3, 4))
+    assert fake_quantise(x, Grid()) is x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_zeros_stay_zeros_and_dtypes_stay(kind, dtype):
+    x = jnp.zeros((3, 4), dtype)
+    grid = Grid(4, kind, "token")
+    result, gradient = jax.value_and_grad(lambda x: fake_quantise(x, grid).sum())(x)
+    assert result == 0
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(gradient, 1)
+    assert fake_quantise(x, grid).dtype == dtype
+
+
+numbers = hnp.arrays(
+    np.float32,
+    st.sampled_from([(1, 1), (3, 5)]),
+    elements=st.floats(-100, 100, width=32, allow_subnormal=False),
+)
+grids = st.builds(Grid, st.sampled_from([2, 4, 8]), st.sampled_from(KINDS), st.just("token"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(numbers, grids)
+def test_the_error_is_at_most_half_a_scale(x, grid):
+    result = quantise(x, grid)
+    _, scale = by_hand(x, grid.kind, grid.bits, (1,))
+    assert np.isfinite(result).all()
+    assert (np.abs(result - x) <= 0.5 * scale * (1 + 1e-4) + 1e-30).all()
+    zero = x == 0
+    np.testing.assert_array_equal(result[zero], 0)  # zero is a level of every grid
+
+
+@settings(deadline=None, max_examples=60)
+@given(numbers, grids)
+def test_rounded_values_are_left_alone(x, grid):
+    """Idempotent, but for absmax/7.5: its largest level is 7 or 8, so its scale moves."""
+    once = quantise(x, grid)
+    if grid.kind != "symmetric_half":
+        np.testing.assert_allclose(quantise(once, grid), once, rtol=1e-4)
+    levels = np.unique(once[0]).size
+    assert levels <= 2**grid.bits
+
+
+@settings(deadline=None, max_examples=30)
+@given(numbers, grids, st.sampled_from([0.25, 2.0, 64.0]))
+def test_a_grid_scales_with_its_numbers(x, grid, factor):
+    """By powers of two, exactly."""
+    np.testing.assert_array_equal(quantise(x * factor, grid), quantise(x, grid) * factor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_channel_is_what_torch_computes(kind):
+    torch = pytest.importorskip("torch")
+    x, bits = normal(5, 64), 4
+    _, scale = by_hand(x, kind, bits, (1,))
+    zero = np.zeros(5, np.int32)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if kind == "asymmetric":
+        zero = np.rint(-np.minimum(x.min(1), 0) / scale[:, 0]).astype(np.int32)
+        low, high = 0, 2**bits - 1
+    expected = torch.fake_quantize_per_channel_affine(
+        torch.tensor(x),
+        torch.tensor(scale[:, 0], dtype=torch.float32),
+        torch.tensor(zero),
+        0,
+        low,
+        high,
+    )
+    result = quantise(x, Grid(bits, kind, "token"))
+    np.testing.assert_allclose(result, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_symmetric_is_what_qwix_computes():
+    qwix = pytest.importorskip("qwix")
+    x = normal(5, 64)
+    how = {"qtype": "int4", "channelwise_axes": [0], "calibration_method": "absmax"}
+    expected = qwix.dequantize(qwix.quantize(jnp.asarray(x), **how))
+    result = quantise(x, Grid(4, "symmetric_half", "token"))
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+# Derivatives
+
+
+def straight_through(x, clip, grid, axes):
+    """The same function in plain jnp; JAX differentiates everything but the rounding.
+
+    A number on the grid moves with x and with the scale; a clipped one with the end of the interval
+    alone, whose zero point is not rounded for the derivative.
+    """
+    hold = jax.lax.stop_gradient
+    if grid.kind == "asymmetric":
+        low = clip * jnp.minimum(x.min(axes, keepdims=True), 0)
+        high = clip * jnp.maximum(x.max(axes, keepdims=True), 0)
+        scale = (high - low) / (2**grid.bits - 1)
+        zero = hold(jnp.round(-low / scale))
+        first, last = -zero, 2**grid.bits - 1 - zero
+    else:
+        scale = clip * jnp.abs(x).max(axes, keepdims=True) / grid.steps
+        first, last = -(2 ** (grid.bits - 1)), 2 ** (grid.bits - 1) - 1
+        low, high = first * scale, last * scale
+    t = x / scale
+    inside = scale * (t + hold(jnp.round(t) - t))
+    below, above = jnp.round(t) < first, jnp.round(t) > last
+    result = jnp.where(below, low, jnp.where(above, high, inside))
+    value = jnp.clip(jnp.round(t), first, last) * scale
+    return result + hold(value - result)
+
+
+def gradients(function, x, clip):
+    """Of a weighted sum of the results, with respect to x and clip; and the results."""
+    weights = jnp.asarray(np.random.default_rng(9).normal(size=x.shape))
+
+    def total(x, clip):
+        result = function(x, clip)
+        return (result * weights.astype(result.dtype)).sum(), result
+
+    (_, result), both = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, clip)
+    return result, *both
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+@pytest.mark.parametrize("clip", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_that_of_a_straight_through_reference(kind, bits, clip, per, x64):
+    x = jnp.asarray(normal(16, 6), jnp.float64)
+    if per == "channel":  # one clip ratio for each scale
+        clip = clip * jnp.asarray(np.linspace(0.9, 1, 6)[None], jnp.float32)
+    else:
+        clip = jnp.float32(clip)
+    grid = Grid(bits, kind, "channel")
+
+    def ours(x, clip):
+        return fake_quantise(x, grid, axis=-2, clip=clip)
+
+    def reference(x, clip):
+        return straight_through(x, clip, grid, (0,))
+
+    (value, g_x, g_clip), (value_r, r_x, r_clip) = (
+        gradients(f, x, clip) for f in (ours, reference)
+    )
+    np.testing.assert_allclose(value, value_r, rtol=1e-12)
+    np.testing.assert_allclose(g_x, r_x, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(g_clip, r_clip, rtol=1e-5, atol=1e-6)  # clip is float32
+    assert np.abs(g_clip).min() > 0
+    plain = gradients(lambda x, clip: x, x, clip)[1]
+    assert np.abs(g_x - plain).max() > 1e-2  # not merely the identity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_groups_and_heads(kind, x64):
+    x = jnp.asarray(normal(2, 3, 2, 8), jnp.float64)
+    clip = jnp.full((2, 3, 2, 2, 1), 0.8, jnp.float32)
+    group, token = Grid(4, kind, "group", group=4), Grid(4, kind, "token")
+    ours = gradients(lambda x, c: fake_quantise(x, group, clip=c), x, clip)
+
+    def reference(x, c):
+        return straight_through(x.reshape(2, 3, 2, 2, 4), c, group, (4,)).reshape(x.shape)
+
+    theirs = gradients(reference, x, clip)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    ours = gradients(lambda x, c: fake_quantise(x, token, clip=c), x, jnp.float32(0.8))
+    theirs = gradients(lambda x, c: straight_through(x, c, token, (2, 3)), x, jnp.float32(0.8))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_where_several_attain_the_extremes(kind, x64):
+    x = jnp.asarray([[3.0, -3.0, 3.0, 0.7, -1.1], [2.0, 2.0, 2.0, 0.3, 1.2]], jnp.float64)
+    grid = Grid(4, kind, "token")
+    ours = gradients(lambda x, c: fake_quantise(x, grid, clip=c), x, jnp.float32(0.9))
+    theirs = gradients(lambda x, c: straight_through(x, c, grid, (1,)), x, jnp.float32(0.9))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_with_the_scale_held_is_the_identity(kind):
+    x = jnp.asarray(normal(4, 8))
+    grid = Grid(4, kind, "token")
+    options = {"scale_gradient": False}
+    result, g_x, g_clip = gradients(
+        lambda x, c: fake_quantise(x, grid, clip=c, **options), x, jnp.float32(0.8)
+    )
+    np.testing.assert_allclose(result, quantise(x, grid, clip=0.8))
+    np.testing.assert_array_equal(g_x, gradients(lambda x, c: x, x, jnp.float32(0.8))[1])
+    assert g_clip == 0
+
+
+def test_gradient_is_homogeneous():
+    """Q(a x) = a Q(x), so with the scale followed <x, dQ> = Q (Euler); held, it is not."""
+    x, grid = jnp.asarray(normal(4, 8)), Grid(4, "symmetric", "token", clip=0.9)
+
+    def along(**options):
+        _, change = jax.vjp(lambda x: fake_quantise(x, grid, **options), x)
+        return float((change(jnp.ones_like(x))[0] * x).sum())
+
+    total = float(fake_quantise(x, grid).sum())
+    np.testing.assert_allclose(along(), total, rtol=1e-4)
+    assert abs(along(scale_gradient=False) - total) > 1e-2
+
+
+# Schemes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 1}, "bits: 1"),
+        ({"bits": 17}, "bits: 17"),
+        ({"bits": 0}, "bits: 0"),
+        ({"granularity": "group"}, "group size"),
+        ({"granularity": "token", "group": 4}, "group size"),
+        ({"granularity": "group", "group": 0}, "group: 0"),
+        ({"clip": 0.0}, "clip: 0"),
+        ({"clip": 1.1}, "clip: 1.1"),
+    ],
+)
+def test_grids_that_make_no_sense(arguments, message):
+    with pytest.raises(InputError, match=message):
+        Grid(**arguments)
+
+
+def test_a_group_has_to_divide():
+    with pytest.raises(InputError, match="5 does not divide 12"):
+        fake_quantise(jnp.ones((2, 12)), Grid(4, granularity="group", group=5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activations": Grid(granularity="channel")}, "activations: granularity 'channel'"),
+        ({"weights": Grid(granularity="token")}, "weights: granularity 'token'"),
+        ({"keys": Grid(granularity="channel")}, "keys: granularity 'channel'"),
+        ({"activations": Grid(clip="mse")}, "activations: clip 'mse'"),
+        ({"values": Grid(clip="mse")}, "values: clip 'mse'"),
+    ],
+)
+def test_schemes_that_make_no_sense(arguments, message):
+    with pytest.raises(InputError, match=message):
+        Scheme(**arguments)
+
+
+def test_a_scheme_knows_the_usual_granularities_and_its_name():
+    scheme = Scheme(Grid(4, clip="mse"), Grid(8), Grid(3), Grid(3))
+    assert (scheme.weights.granularity, scheme.activations.granularity) == ("channel", "token")
+    assert scheme.keys.granularity == scheme.values.granularity == "head"
+    assert scheme.name == "W4A8KV3"
+    assert Scheme(keys=Grid(4), values=Grid(2)).name == "W16A16K4V2"
+    assert not Scheme().weights.on
+    assert Grid(15).on
+
+
+def test_the_last_override_that_matches_wins():
+    overrides = (
+        Override("*.down", weights=8, activations=8),
+        Override("layers.0.*", activations=6),
+        Override("layers.1.down", weights=3),
+        Override("layers.1.keys", keys=2, values=2),
+    )
+    scheme = Scheme(Grid(4), Grid(4), Grid(4), Grid(4), overrides)
+    first, second = (layer_scheme(scheme, i) for i in range(2))
+    assert dict(first.weights)["down"].bits == 8
+    assert dict(second.weights)["down"].bits == 3
+    assert dict(second.weights)["up"].bits == 4
+    assert [first.down.bits, first.qkv.bits, first.keys.bits] == [6, 6, 4]
+    assert [second.down.bits, second.qkv.bits] == [8, 4]
+    assert [second.keys.bits, second.values.bits] == [2, 4]  # the name of values does not match
+    assert first.down.granularity == "token"
+
+
+def test_readers_of_one_input_need_one_width():
+    scheme = Scheme(overrides=(Override("layers.1.q", activations=8),))
+    layer_scheme(scheme, 0)
+    with pytest.raises(InputError, match="q, k, v share their input in layer 1"):
+        layer_scheme(scheme, 1)
+    with pytest.raises(InputError, match="bits: 1"):
+        layer_scheme(Scheme(overrides=(Override("*", weights=1),)), 0)
+
+
+def test_segments_are_runs_of_equal_layers():
+    scheme = Scheme(Grid(4), overrides=(Override("layers.[23].up", weights=8),))
+    runs = segments(scheme, 6)
+    assert [(start, stop) for start, stop, _ in runs] == [(0, 2), (2, 4), (4, 6)]
+    assert [dict(grids.weights)["up"].bits for *_, grids in runs] == [4, 8, 4]
+    assert segments(Scheme(), 6) == [(0, 6, layer_scheme(Scheme(), 0))]

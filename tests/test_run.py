@@ -1,0 +1,322 @@
+import errno
+import io
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from qrot.errors import InputError
+from qrot.evaluate.perplexity import Windows
+from qrot.experiment import results
+from qrot.experiment import run as module
+from qrot.experiment.config import RunConfig, read_config
+from qrot.experiment.data import Data, read_texts
+from qrot.experiment.results import cells, markdown
+from qrot.experiment.run import run
+from qrot.grid import Grid, Scheme
+from qrot.learn.loop import Learn
+from qrot.rotation.random import RotationSites
+from qrot.rotation.store import load_rotations
+
+METHODS = ("full_precision", "rtn", "random_orthogonal", "random_hadamard", "learned")
+WORDS = [f"w{i}" for i in range(97)]
+A4 = Grid(4, "asymmetric")
+GROUPED = Grid(4, granularity="group", group=32)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a model of 97 words and two texts of 400 of them."""
+    folder = tmp_path_factory.mktemp("tiny")
+    models.write_variant(folder / "model", "llama-tied")
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    draw = random.Random(0)
+    for name in ("calibration.txt", "evaluation.txt"):
+        (folder / name).write_text(" ".join(draw.choices(WORDS, k=400)))
+    return folder
+
+
+@pytest.fixture
+def config(tiny, tmp_path):
+    return RunConfig(
+        model=str(tiny / "model"),
+        out=str(tmp_path / "run"),
+        data=Data("files", str(tiny)),
+        scheme=Scheme(Grid(4, clip="mse"), A4, A4, A4),
+        methods=METHODS,
+        seeds=(0, 1),
+        learn=Learn(steps=3, batch=2, length=16, held_out=2, evaluate_every=2, checkpoint_every=1),
+        evaluate=Windows(16, 5),
+    )
+
+
+CHEAP = ("full_precision", "rtn")
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_a_whole_run(config):
+    shown = io.StringIO()
+    found = run(config, Console(file=shown))
+    folder = Path(config.out)
+    assert json.loads((folder / "results.json").read_text()) == found
+    assert read_config(folder / "config.yaml") == config
+    assert not list(folder.rglob("*.partial"))
+
+    protocol, environment = found["protocol"], found["environment"]
+    assert (protocol["window"], protocol["count"], protocol["stride"]) == (16, 5, 16)
+    assert protocol["scored_tokens"] == 75
+    assert protocol["logits"] == "float32"
+    assert "sha256" in protocol["text"]
+    assert {"qrot", "jax", "numpy", "python", "device", "cores", "date"} <= environment.keys()
+
+    rows = found["rows"]
+    expected = [(m, s) for m in METHODS for s in {"l": (0,), "r": (0, 1)}.get(m[0], (None,))]
+    expected = [(m, None if m == "rtn" else s) for m, s in expected]
+    assert [(row["method"], row["seed"]) for row in rows] == list(dict.fromkeys(expected))
+    for row in rows:
+        bits = 16 if row["method"] == "full_precision" else 4
+        assert [row[k] for k in ("weights", "activations", "keys", "values")] == [bits] * 4
+        assert row["perplexity"] == pytest.approx(math.exp(row["nll"]))
+        assert row["seconds"] > 0
+    assert len({row["nll"] for row in rows if row["method"] != "learned"}) == len(rows) - (
+        "learned" in METHODS
+    )
+    lines = shown.getvalue().splitlines()
+    assert any("random hadamard, seed 1: fusing" in line for line in lines)
+    assert len(lines) < 40  # no flood where there is no terminal
+
+    if "learned" in METHODS:
+        row = rows[-1]
+        assert row["trained_weight_bits"] == 4
+        assert row["learn_seconds"] <= row["seconds"]
+        _, _, _, metadata = load_rotations(folder / row["rotations"], digest=protocol["digest"])
+        assert metadata["scheme"]["weights"]["clip"] == "mse"
+        assert (metadata["seed"], metadata["steps"]) == (0, 3)
+        assert (folder / "learning.png").read_bytes().startswith(b"\x89PNG")
+        assert (folder / "metrics.jsonl").exists()
+
+
+def test_without_rounding_no_method_changes_the_model(config):
+    methods = tuple(m for m in METHODS if m != "learned")
+    rows = run(replace(config, scheme=Scheme(), methods=methods), quiet())["rows"]
+    for row in rows:
+        assert row["nll"] == pytest.approx(rows[0]["nll"], rel=1e-5)
+
+
+def test_learned_with_shifts_and_clips_for_two_seeds(config):
+    learn = replace(config.learn, shifts=True, learn_clips=True, weight_bits=16)
+    found = run(replace(config, learn=learn, learn_seeds=(0, 1), methods=("learned",)), quiet())
+    folder = Path(config.out)
+    for seed, row in enumerate(found["rows"]):
+        assert row["shifts"]
+        assert row["trained_weight_bits"] == 16
+        assert row["rotations"] == f"seed{seed}/rotations.safetensors"
+        _, shifts, clips, _ = load_rotations(folder / row["rotations"])
+        assert shifts is not None
+        assert clips is not None
+
+
+def test_a_stopped_run_goes_on(config, monkeypatch):
+    config = replace(config, methods=("full_precision", "rtn", "random_hadamard"))
+    original, begun = module._judge, []
+
+    def judge(inputs, name, *rest):
+        begun.append(name)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return original(inputs, name, *rest)
+
+    monkeypatch.setattr(module, "_judge", judge)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, quiet())
+    kept = json.loads((Path(config.out) / "results.json").read_text())["rows"]
+    assert [row["method"] for row in kept] == ["full_precision", "rtn"]
+    found = run(config, quiet())
+    assert begun[3:] == ["random hadamard, seed 0", "random hadamard, seed 1"]
+    assert found["rows"][:2] == kept
+    run(config, quiet())
+    assert len(begun) == 5  # nothing left to do
+
+
+def test_a_folder_of_another_config_is_refused(config):
+    config = replace(config, methods=CHEAP)
+    run(config, quiet())
+    before = (Path(config.out) / "results.json").read_bytes()
+    other = replace(config, scheme=replace(config.scheme, keys=Grid(3)))
+    with pytest.raises(InputError, match=r"another config, which differs in scheme\.keys\.bits"):
+        run(other, quiet())
+    assert (Path(config.out) / "results.json").read_bytes() == before
+
+
+def test_a_folder_measured_on_another_text_is_refused(config, tmp_path):
+    for name in ("calibration.txt", "evaluation.txt"):
+        (tmp_path / name).write_text((Path(config.data.path) / name).read_text())
+    config = replace(config, methods=CHEAP, data=Data("files", str(tmp_path)))
+    run(config, quiet())
+    (tmp_path / "evaluation.txt").write_text(" ".join(WORDS))
+    with pytest.raises(InputError, match="measured with another text"):
+        run(config, quiet())
+
+
+def test_a_folder_of_something_else_is_refused(config):
+    Path(config.out).mkdir()
+    (Path(config.out) / "results.json").write_text("mine")
+    with pytest.raises(InputError, match="not a run folder"):
+        run(config, quiet())
+    assert (Path(config.out) / "results.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": "/absent"}, "there is no model '/absent'"),
+        ({"evaluate": Windows(512)}, "the text has 400 tokens"),
+        ({"evaluate": Windows(16, 50)}, "25 windows of 16, not 50"),
+        (
+            {"scheme": Scheme(Grid(4, granularity="group", group=32))},
+            "group: 32 does not divide 48",
+        ),
+        (
+            {"scheme": Scheme(activations=Grid(4, granularity="group", group=32))},
+            "group: 32 does not divide 48",
+        ),
+        ({"rotations": RotationSites(residual=7)}, "a block of 7 does not divide 48"),
+        ({"data": Data("files", "/absent")}, "/absent/calibration.txt: cannot be read"),
+        ({"data": Data("wikitext2", "/absent")}, "/absent/wiki.train.raw: cannot be read"),
+        ({"learn": Learn(length=128, held_out=3)}, "the text has 400 tokens: 3 windows of 128"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(config, change, sentence):
+    with pytest.raises(InputError, match=sentence):
+        run(
+            replace(config, **{"methods": (*CHEAP, "random_hadamard", "learned"), **change}),
+            quiet(),
+        )
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("full", ["config.yaml", "results.json"])
+def test_a_full_disk_leaves_nothing_half_written(config, monkeypatch, full):
+    original = Path.write_text
+
+    def write_text(path, text, **options):
+        if path.name == f"{full}.partial":
+            original(path, text[: len(text) // 2], **options)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return original(path, text, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+            run(replace(config, methods=CHEAP), quiet())
+    left = {path.name for path in Path(config.out).iterdir()}
+    assert left == {"config.yaml": set(), "results.json": {"config.yaml"}}[full]
+    assert len(run(replace(config, methods=CHEAP), quiet())["rows"]) == 2
+
+
+def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
+    def learn(*_, folder, **__):
+        (folder / "rotations.safetensors.partial").write_bytes(b"half")
+        raise ValueError("RESOURCE_EXHAUSTED: write failed: No space left on device [code 28]")
+
+    config = replace(config, methods=("rtn", "learned"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "learn", learn)
+        with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)"):
+            run(config, quiet())
+    assert {path.name for path in Path(config.out).iterdir()} == {"config.yaml", "results.json"}
+
+
+def test_faults_of_qrot_keep_their_traceback(config, monkeypatch):
+    monkeypatch.setattr(module, "_judge", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(config, quiet())
+
+
+def test_pydoc_calibrates_on_no_paragraph_that_judges():
+    texts = read_texts(Data())
+    calibration, evaluation = (
+        {part.strip() for part in text.split("\n\n")} - {""}
+        for text in (texts.calibration, texts.evaluation)
+    )
+    assert not calibration & evaluation
+    assert min(len(calibration), len(evaluation)) > 500
+
+
+def test_one_text_for_both_is_refused(tmp_path):
+    (tmp_path / "a").write_text("a b c")
+    with pytest.raises(InputError, match="is the one that judges"):
+        read_texts(Data("files", str(tmp_path), "a", "a"))
+
+
+def row(method, seed, nll, **more):
+    facts = {"weights": 4, "activations": 4, "keys": 4, "values": 8, "seconds": 2.0}
+    return {
+        "method": method,
+        "seed": seed,
+        "nll": nll,
+        "perplexity": math.exp(nll),
+        **facts,
+        **more,
+    }
+
+
+def test_the_table_takes_seeds_together():
+    rows = [
+        row("full_precision", None, 3.0, weights=16, activations=16, keys=16, values=16),
+        row("rtn", None, 12.0),
+        row("random_hadamard", 0, 4.9),
+        row("random_hadamard", 1, 5.1),
+        row("learned", 0, 4.5, objective="cross_entropy", steps=9, trained_weight_bits=4,
+            shifts=True, optimiser="cayley_adam"),
+    ]  # fmt: skip
+    full, rtn, hadamard, learned = cells(rows)
+    assert full == ("full precision", "", "W16A16KV16", "20.09", "", "", "2")
+    assert rtn[3:6] == ("162,755", "9.000", "")
+    assert hadamard[1:6] == ("0, 1", "W4A4K4V8", "149.16 ± 21.02", "2.000", "0.0%")
+    assert learned[4:6] == ("1.500", "25.0%")
+    protocol = dict.fromkeys(
+        ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"
+    )
+    text = markdown({"protocol": protocol, "rows": rows})
+    assert "| random hadamard | 0, 1 | W4A4K4V8 | 149.16 ± 21.02 | 2.000 | 0.0% | 2 |" in text
+    assert "Learned: cross entropy with weights at 4 bits, with shifts, 9 steps" in text
+    assert cells(rows[1:2])[0][4:6] == ("", "")
+
+
+def test_damaged_results_are_named(tmp_path):
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(InputError, match="damaged"):
+        results.read_results(tmp_path / "results.json")
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    (tmp_path / "x.yaml").write_text("modell: smollm2\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "qrot.cli", "run", str(tmp_path / "x.yaml")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "qrot: unknown key 'modell', did you mean 'model'?\n"
+    assert done.stdout == ""
+
+
+def test_a_wrong_command_exits_with_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "qrot.cli", "runn"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2

