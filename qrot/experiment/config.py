@@ -38,7 +38,7 @@ class RunConfig:
 
     model: see `qrot.model.load.load`. dtype: of the parameters; compute_dtype: of the arithmetic
       when judging.
-    methods: `rtn` has no rotation; `random_hadamard_shift` has the shifts that learning starts with.
+    methods: `rtn` has no rotation, `random_hadamard_shift` the shifts that learning starts with.
     out: the run folder; runs/<name of the config file> where the file does not say.
     rotations: the sites that are rotated, by every method that rotates.
     seeds: of the random rotations; learn_seeds: of the learned ones, each learned on its own.
