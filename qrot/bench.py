@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def bench_learn(
     settings = Learn(batch=batch, length=length)
     tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
     learned = initial(model, None, settings, scheme, RotationSites(), 0)
-    state = make_optimiser(settings, 1e-3).init(learned)
+    state = make_optimiser(settings, 1e-3).init(cast(Any, learned))
 
     plain = jax.jit(lambda p, t: token_nll(forward(p, t, config), t).mean())
     loss = jax.jit(cross_entropy, static_argnums=(3, 4))

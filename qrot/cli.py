@@ -57,16 +57,16 @@ def run(
     console.print(f"{settings.out}: {', '.join(p.name for p in files)}", highlight=False)
 
 
-bench = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+bench_app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
-@bench.callback()
+@bench_app.callback()
 def _benches() -> None:
     """Measure what things cost on this machine."""
 
 
-@bench.command("learn")
+@bench_app.command("learn")
 def bench_learn(
     model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
     weight_bits: Annotated[int, typer.Option(help="Bits of the weights in training.")] = 16,
@@ -84,7 +84,7 @@ def bench_learn(
     console = Console()
     with (
         Stages(console) as stages,
-        stages.stage("measuring", bench.LEARN_FUNCTIONS * (rounds + 1)) as advance,
+        stages.stage("measuring", bench.LEARN_FUNCTIONS * (rounds + 1), seconds=60) as advance,
     ):
         result = bench.bench_learn(
             load(model),

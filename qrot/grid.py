@@ -213,7 +213,7 @@ def fake_quantise(
         return x
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     axis = axis % x.ndim
-    if grid.granularity == "group":
+    if grid.group is not None:
         shape, n = x.shape, x.shape[axis]
         if n % grid.group:
             raise InputError(f"group: {grid.group} does not divide {n}")

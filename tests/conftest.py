@@ -1,5 +1,7 @@
 """What all tests share: shape checks, a CPU, and tiny models loaded once."""
 
+# ruff: noqa: E402
+
 import os
 import sys
 from pathlib import Path

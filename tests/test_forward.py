@@ -9,7 +9,7 @@ import pytest
 from models import VARIANTS
 
 from qrot.grid import Grid, Override, Scheme
-from qrot.model.forward import forward
+from qrot.model.forward import forward, forward_with_taps
 from qrot.rotation.random import random_rotations
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -18,8 +18,11 @@ SITES = ("qkv", "o", "gate_up", "down", "keys", "values")
 A4KV4 = Scheme(activations=Grid(bits=4), keys=Grid(bits=4), values=Grid(bits=4))
 
 
-def run(model, config=None, **options):
-    return forward(model.params, jnp.asarray(TOKENS), config or model.config, **options)
+def run(model, config=None, taps=None, **options):
+    inputs = (model.params, jnp.asarray(TOKENS), config or model.config)
+    if taps is None:
+        return forward(*inputs, **options)
+    return forward_with_taps(*inputs, taps=taps, **options)
 
 
 def relative(a, b):

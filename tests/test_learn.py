@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import write_variant
 
 from qrot.errors import InputError
 from qrot.grid import Grid, Override, Scheme
@@ -18,13 +19,12 @@ from qrot.learn.capture import capture, mean_shifts
 from qrot.learn.loop import Learn, learn, load_history
 from qrot.learn.objectives import Learned, cross_entropy, reconstruction
 from qrot.learn.stiefel import orthogonality_error
-from qrot.model.forward import forward
+from qrot.model.forward import forward, forward_with_taps
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import as_matrix
-from models import write_variant
 
 A4 = Grid(4, "asymmetric")
 W16A4 = Scheme(Grid(), A4, A4, A4)
@@ -168,7 +168,9 @@ def test_only_what_is_to_learn_moves(model, tokens, tmp_path):
 
 def test_first_tokens_do_not_decide_a_shift(model, tokens):
     rows = tokens[:64].reshape(2, 32)
-    site = forward(model.params, jnp.asarray(rows), model.config, taps=jnp.arange(64))[1]["qkv"]
+    site = forward_with_taps(model.params, jnp.asarray(rows), model.config, taps=jnp.arange(64))[1][
+        "qkv"
+    ]
     expected = np.asarray(site).reshape(-1, 2, 32, site.shape[-1])[:, :, 1:].mean((1, 2))
     np.testing.assert_allclose(mean_shifts(model, rows).qkv, expected, atol=1e-5)
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from qrot.grid import Grid, Override, Scheme, fake_quantise
 from qrot.model.params import PROJECTIONS
 from qrot.quantize.rtn import best_clip, mean_best_clip, round_weight, rtn
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 GRANULARITIES = {"channel": None, "group": 8, "tensor": None}
 
 
@@ -128,13 +128,10 @@ def test_every_projection_is_rounded_and_nothing_else(params):
             expected = np.clip(np.rint(w[layer] / scale), -8, 7) * scale
             np.testing.assert_allclose(q[layer], expected, rtol=1e-5, atol=1e-6)
     bare = [
-        jax.tree.map(
-            lambda x: x,
-            p.replace(
-                layers=p.layers.replace(
-                    **{n: getattr(p.layers, n).replace(weight=None) for n in PROJECTIONS}
-                )
-            ),
+        p.replace(
+            layers=p.layers.replace(
+                **{n: getattr(p.layers, n).replace(weight=None) for n in PROJECTIONS}
+            )
         )
         for p in (params, after)
     ]
@@ -195,7 +192,3 @@ def test_mean_best_clip(params):
     mean = mean_best_clip(params, scheme)
     np.testing.assert_allclose(mean, np.average(found, weights=sizes), rtol=1e-5)
     assert 0.4 < mean < 1
-
-
-def test_models_are_stacked(params):
-    assert params.layers.q.weight.shape[0] == models.config_json("llama")["num_hidden_layers"]

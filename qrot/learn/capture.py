@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from qrot.model.config import ModelConfig
-from qrot.model.forward import forward
+from qrot.model.forward import forward_with_taps
 from qrot.model.params import Model
 from qrot.rotation.rotations import Shifts
 
@@ -40,19 +40,17 @@ def capture(
 
 @partial(jax.jit, static_argnums=3)
 def _tapped(params, tokens, taps, config: ModelConfig):
-    return forward(params, tokens, config, taps=taps)[1]
+    return forward_with_taps(params, tokens, config, taps=taps)[1]
 
 
 def mean_shifts(model: Model, rows: Int[np.ndarray, "count length"], *, windows: int = 8) -> Shifts:
     """The mean input of each site over some windows, their first tokens left out."""
-    total = None
     taps = jnp.arange(1, rows.shape[1])
-    for row in rows[:windows]:
-        means = _mean(model.params, jnp.asarray(row[None]), taps, model.config)
-        total = means if total is None else jax.tree.map(jnp.add, total, means)
-    count = min(windows, len(rows))
-    sites = {name: total[name] / count for name in ("qkv", "o", "gate_up", "down")}
-    return Shifts(**sites)
+    seen = [
+        _mean(model.params, jnp.asarray(row[None]), taps, model.config) for row in rows[:windows]
+    ]
+    means = jax.tree.map(lambda *xs: sum(xs) / len(xs), *seen)
+    return Shifts(**{name: means[name] for name in ("qkv", "o", "gate_up", "down")})
 
 
 @partial(jax.jit, static_argnums=3)

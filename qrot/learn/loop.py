@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +76,8 @@ class Learn:
     checkpoint_every: int = 5
 
     def __post_init__(self):
+        if not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learn.learning_rate: {self.learning_rate} is not positive")
         for name in ("steps", "batch", "held_out", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"learn.{name}: {getattr(self, name)} is not positive")
@@ -121,7 +126,8 @@ def learn(
         )
     held_out, rows = rows[: settings.held_out], rows[settings.held_out :]
     start = initial(model, rows, settings, scheme, sites, seed)
-    batch_of, held_out_batches = _batches(objective.batch, model, rows, held_out, settings, seed)
+    batches = _token_batches if objective.batch == "tokens" else _captured_batches
+    batch_of, held_out_batches = batches(model, rows, held_out, settings, seed)
     evaluate = jax.jit(objective.loss, static_argnums=(3, 4))
 
     def held_out_loss(learned: Learned) -> float:
@@ -130,19 +136,18 @@ def learn(
         ]
         return float(np.mean([float(loss) for loss in losses]))
 
-    optimiser = make_optimiser(settings, 1.0)
     state = State(
         step=np.int64(0),
         learned=start,
-        optimiser=optimiser.init(start),
+        optimiser=make_optimiser(settings, 1.0).init(cast(Any, start)),
         best=start,
         best_loss=np.float64(math.inf),
         start_loss=np.float64(math.inf),
         slowdown=np.float64(1.0),
     )
+    keep_one: Any = ocp.training.preservation_policies.LatestN(1)
     with ocp.training.Checkpointer(
-        (folder / "checkpoint").absolute(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(1),
+        str((folder / "checkpoint").absolute()), preservation_policy=keep_one
     ) as checkpoints:
         state = _restore(checkpoints, state)
         metrics_file = folder / "metrics.jsonl"
@@ -156,7 +161,7 @@ def learn(
             _append(metrics_file, metrics)
             step = int(state.step)
             if step % settings.checkpoint_every == 0 or step == settings.steps:
-                checkpoints.save(step, _leaves(state))
+                _save(checkpoints, folder, state)
             progress(step, settings.steps, metrics)
     return state.best
 
@@ -188,9 +193,8 @@ def initial(model: Model, rows, settings: Learn, scheme: Scheme, sites, seed: in
         layers = model.config.num_hidden_layers
         of = {"keys": scheme.keys.clip, "values": scheme.values.clip}
         names = ("qkv", "o", "gate_up", "down", "keys", "values")
-        clips = Clips(
-            **{n: jnp.full(layers, of.get(n, scheme.activations.clip), jnp.float32) for n in names}
-        )
+        start = {n: float(of.get(n, scheme.activations.clip)) for n in names}
+        clips = Clips(**{n: jnp.full(layers, ratio) for n, ratio in start.items()})
     return Learned(rotations, shifts, clips)
 
 
@@ -280,40 +284,54 @@ def _one_step(state: State, batch_of, held_out_loss, model: Model, settings: Lea
         metrics["message"] = f"diverged; back to the best rotations, learning rate times {slower}"
         state = state.replace(
             learned=state.best,
-            optimiser=make_optimiser(settings, 1.0).init(state.best),
+            optimiser=make_optimiser(settings, 1.0).init(cast(Any, state.best)),
             slowdown=np.float64(slower),
         )
     metrics["seconds"] = time.perf_counter() - began
     return state, metrics
 
 
-def _batches(kind: str, model: Model, rows, held_out, settings: Learn, seed: int):
-    """(step -> training batch, held-out batches); a step's batch depends on seed and step only."""
-    if kind == "tokens":
-        size = min(settings.batch, len(rows))
+def _token_batches(model: Model, rows, held_out, settings: Learn, seed: int):
+    """(step -> rows to train on, batches of held-out rows)."""
+    size = min(settings.batch, len(rows))
 
-        def batch_of(step: int):
-            epoch, place = divmod(step * size, len(rows) - len(rows) % size)
-            order = np.random.default_rng((seed, epoch)).permutation(len(rows))
-            return jnp.asarray(rows[order[place : place + size]])
+    def batch_of(step: int):
+        return jnp.asarray(rows[_drawn(len(rows), size, seed, step)])
 
-        judged = [jnp.asarray(held_out[i : i + size]) for i in range(0, len(held_out), size)]
-        return batch_of, judged
+    return batch_of, [jnp.asarray(held_out[i : i + size]) for i in range(0, len(held_out), size)]
+
+
+def _captured_batches(model: Model, rows, held_out, settings: Learn, seed: int):
+    """(step -> site inputs to train on, batches of held-out site inputs)."""
     site_inputs = capture(model, rows, settings.batch * settings.steps, seed)
     vectors = site_inputs["qkv"].shape[1]
     size = min(settings.batch, vectors)
 
     def batch_of(step: int):
-        epoch, place = divmod(step * size, vectors - vectors % size)
-        order = np.random.default_rng((seed, epoch)).permutation(vectors)[place : place + size]
+        order = _drawn(vectors, size, seed, step)
         return {name: jnp.asarray(x[:, order]) for name, x in site_inputs.items()}
 
     judged = capture(model, held_out, 2 * settings.batch, seed)
     return batch_of, [{name: jnp.asarray(x) for name, x in judged.items()}]
 
 
+def _drawn(count: int, size: int, seed: int, step: int) -> Int[np.ndarray, " size"]:
+    """Which of `count` make up a step's batch: all once an epoch, by seed and step alone."""
+    epoch, place = divmod(step * size, count - count % size)
+    return np.random.default_rng((seed, epoch)).permutation(count)[place : place + size]
+
+
 def _leaves(state: State) -> dict[str, Any]:
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+
+
+def _save(checkpoints, folder: Path, state: State) -> None:
+    leaves = _leaves(state)
+    # Orbax writes from threads of its own, whose errors on a full disk cannot be caught.
+    needed = 2 * sum(leaf.nbytes for leaf in leaves.values())
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "checkpoint"))
+    checkpoints.save(int(state.step), leaves)
 
 
 def _restore(checkpoints, state: State) -> State:

@@ -45,15 +45,15 @@ def cross_entropy(
     With weights at 16 bits no weight is touched: each site computes Q(x R) R^T. With fewer, each
     layer's weights are rotated and rounded on their way through the scan.
     """
-    rotations, shifts, prepare = learned.rotations, learned.shifts, None
+    rotations, shifts = learned.rotations, learned.shifts
     if scheme.weights.on:
         rotations = rotations.replace(fused=True)
         if shifts is not None:
             shifts = rotate_shifts(shifts, rotations, config)
 
-        def prepare(layer, turns, grids):
-            turned = rotate_layer(layer, turns, config)
-            return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
+    def rotate_and_round(layer, turns, grids):
+        turned = rotate_layer(layer, turns, config)
+        return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
 
     logits = forward(
         params,
@@ -63,7 +63,7 @@ def cross_entropy(
         scheme=scheme,
         shifts=shifts,
         clips=learned.clips,
-        prepare=prepare,
+        prepare=rotate_and_round if scheme.weights.on else None,
     )
     return token_nll(logits, tokens).mean()
 

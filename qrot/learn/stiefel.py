@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-Rate = float | Array | Callable[[Any], Any]
+Number = float | Array  # an array where optax.inject_hyperparams supplies it
+Rate = Number | Callable[[Any], Any]
 Retraction = Literal["cayley", "fixed_point"]
 
 # TF32 or bfloat16 products, the default on accelerators, would leave the group at once.
@@ -185,10 +186,10 @@ def _on_group(
 
 def cayley_sgd(
     learning_rate: Rate,
-    momentum: float = 0.0,
+    momentum: Number = 0.0,
     *,
     retraction: Retraction = "cayley",
-    max_norm: float = 1.0,
+    max_norm: Number = 1.0,
 ) -> optax.GradientTransformation:
     """Cayley SGD, the optimiser of SpinQuant.
 
@@ -211,7 +212,7 @@ def cayley_sgd(
 
 
 def cayley_adam(
-    learning_rate: Rate, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-8
+    learning_rate: Rate, b1: Number = 0.9, b2: Number = 0.99, eps: Number = 1e-8
 ) -> optax.GradientTransformation:
     """Adam with both moments in the Lie algebra, elementwise, and the exact Cayley step.
 
@@ -242,7 +243,7 @@ def _orthogonalise(a: Array) -> Array:
     return x
 
 
-def cayley_muon(learning_rate: Rate, momentum: float = 0.8) -> optax.GradientTransformation:
+def cayley_muon(learning_rate: Rate, momentum: Number = 0.8) -> optax.GradientTransformation:
     """Muon on the group: every plane of the direction turns by the same angle. The fewest steps.
 
     M <- momentum M + A,  D = (M_nesterov) (-M_nesterov^2)^(-1/2),  R <- R Cayley(learning_rate D)
@@ -329,13 +330,13 @@ def qr_optimizer(inner: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-def qr_sgd(learning_rate: Rate, momentum: float = 0.9) -> optax.GradientTransformation:
+def qr_sgd(learning_rate: Rate, momentum: Number = 0.9) -> optax.GradientTransformation:
     """`qr_optimizer` around SGD with momentum: what DartQuant uses."""
     return qr_optimizer(optax.sgd(learning_rate, momentum))
 
 
 def qr_adam(
-    learning_rate: Rate, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-8
+    learning_rate: Rate, b1: Number = 0.9, b2: Number = 0.99, eps: Number = 1e-8
 ) -> optax.GradientTransformation:
     """`qr_optimizer` around Adam."""
     return qr_optimizer(optax.adam(learning_rate, b1, b2, eps))

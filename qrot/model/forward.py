@@ -41,10 +41,9 @@ def forward(
     shifts: Shifts | None = None,
     clips: Clips | None = None,
     prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
-    taps: Int[Array, " taps"] | None = None,
     remat: bool = False,
     dtype: Any = None,
-) -> Float[Array, "batch length vocab"] | tuple[Float[Array, "batch length vocab"], dict]:
+) -> Float[Array, "batch length vocab"]:
     """Logits of a decoder, with activations, keys and values quantised by `scheme`.
 
     Weights are used as they are; `scheme.weights` is for those who quantise them before
@@ -54,12 +53,42 @@ def forward(
       site computes Q(x R) R^T, which is what the fused network computes as long as its weights are
       not quantised, without touching a weight.
     prepare: applied to each layer's weights before use, with the rotations of that layer.
-    taps: positions in the flattened batch; if given, the second result holds the input of each
-      site there, before rotation and quantisation where the rotations are not fused:
-      {"qkv", "o", "gate_up", "down"}: [layers, taps, n], {"keys", "values"}:
-      [layers, taps, kv_heads, head_dim].
     remat: recompute each layer in the backward pass instead of storing its intermediates.
     dtype: of the computation; the parameters' own if None.
+    """
+    return forward_with_taps(
+        params,
+        tokens,
+        config,
+        taps=None,
+        rotations=rotations,
+        scheme=scheme,
+        shifts=shifts,
+        clips=clips,
+        prepare=prepare,
+        remat=remat,
+        dtype=dtype,
+    )[0]
+
+
+def forward_with_taps(
+    params: Params,
+    tokens: Int[Array, "batch length"],
+    config: ModelConfig,
+    *,
+    taps: Int[Array, " taps"] | None,
+    rotations: Rotations | None = None,
+    scheme: Scheme | None = None,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
+    prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
+    remat: bool = False,
+    dtype: Any = None,
+) -> tuple[Float[Array, "batch length vocab"], dict[str, Float[Array, "layers taps ..."]]]:
+    """`forward`, and the input of each site at some positions of the flattened batch.
+
+    {"qkv", "o", "gate_up", "down"}: [layers, taps, n], and {"keys", "values"}: [layers, taps,
+    kv_heads, head_dim]; before rotation and quantisation where the rotations are not fused.
     """
     rotations = rotations or Rotations()
     scheme = scheme or Scheme()
@@ -94,8 +123,6 @@ def forward(
         hidden = unrotate(hidden, rotations.residual)
     head = params.embed.T if params.head is None else params.head
     logits = hidden @ head.astype(dtype)
-    if taps is None:
-        return logits
     return logits, jax.tree.map(lambda *runs: jnp.concatenate(runs), *tapped)
 
 

@@ -64,7 +64,7 @@ def best_clip(
     weight = jax.lax.stop_gradient(weight).astype(wide)
     plain = replace(grid, clip=1.0)
     inputs, outputs = weight.shape
-    size = {"group": grid.group, "channel": inputs, "tensor": inputs}[grid.granularity]
+    size = grid.group or inputs
     axes = (1, 2) if grid.granularity == "tensor" else (1,)
 
     def error(clip):

@@ -18,10 +18,14 @@ from qrot.rotation.rotations import Hadamard, Rotations, rotate
 class Sizes(Protocol):
     """The sizes that rotations need to know; any model's configuration has them."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    head_dim: int
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_hidden_layers(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
