@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ class _Inputs:
     text: str
     folder: Path
     stages: Stages
+
+    @cached_property
+    def shifts(self) -> Shifts:
+        """The mean input of each site, measured once for all seeds."""
+        rows = cut_windows(self.calibration, Windows(self.config.learn.length, None))
+        with self.stages.stage("means of the sites", seconds=8.0):
+            return jax.block_until_ready(mean_shifts(self.model, rows))
 
 
 def run(config: RunConfig, console: Console) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def _row(inputs: _Inputs, method: str, seed: int | None) -> dict[str, Any]:
     if method.startswith("random"):
         kind = "orthogonal" if method == "random_orthogonal" else "hadamard"
         rotations = random_rotations(model.config, seed or 0, kind=kind, sites=config.rotations)
-        shifts = _shifts(inputs, name) if method == "random_hadamard_shift" else None
+        shifts = inputs.shifts if method == "random_hadamard_shift" else None
         learned = Learned(rotations, shifts)
     elif method == "learned":
         learned, facts = _learned(inputs, name, seed or 0)
@@ -262,13 +269,6 @@ def _row(inputs: _Inputs, method: str, seed: int | None) -> dict[str, Any]:
         "seconds": time.perf_counter() - began + facts.pop("earlier_seconds", 0.0),
         **facts,
     }
-
-
-def _shifts(inputs: _Inputs, name: str) -> Shifts:
-    """The shifts that learning would start from, without learning."""
-    rows = cut_windows(inputs.calibration, Windows(inputs.config.learn.length, None))
-    with inputs.stages.stage(f"{name}: means of the sites", seconds=8.0):
-        return jax.block_until_ready(mean_shifts(inputs.model, rows))
 
 
 def _judge(inputs: _Inputs, name: str, learned: Learned | None, scheme: Scheme) -> float:
