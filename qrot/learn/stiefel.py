@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from jaxtyping import Array, Float
 
 Number = float | Array  # an array where optax.inject_hyperparams supplies it
 Rate = Number | Callable[[Any], Any]
-Retraction = Literal["cayley", "fixed_point"]
 
 # TF32 or bfloat16 products, the default on accelerators, would leave the group at once.
 _matmul = partial(jnp.matmul, precision="highest")
@@ -148,7 +147,7 @@ def _origin(params: Any) -> Any:
 def _on_group(
     inner: optax.GradientTransformation,
     learning_rate: Rate,
-    retraction: Retraction = "cayley",
+    retraction: str = "cayley",
     max_norm: Any = None,
 ) -> optax.GradientTransformation:
     """Let `inner` turn Lie gradients into directions D, and step by R Cayley(alpha D).
@@ -188,7 +187,7 @@ def cayley_sgd(
     learning_rate: Rate,
     momentum: Number = 0.0,
     *,
-    retraction: Retraction = "cayley",
+    retraction: str = "cayley",
     max_norm: Number = 1.0,
 ) -> optax.GradientTransformation:
     """Cayley SGD, the optimiser of SpinQuant.
