@@ -282,20 +282,21 @@ def test_the_table_takes_seeds_together():
         row("random_hadamard", 0, 4.9),
         row("random_hadamard", 1, 5.1),
         row("learned", 0, 4.5, objective="cross_entropy", steps=9, trained_weight_bits=4,
-            shifts=True, optimiser="cayley_adam"),
+            shifts=True, clips=True, optimiser="cayley_adam"),
     ]  # fmt: skip
     full, rtn, hadamard, learned = cells(rows)
-    assert full == ("full precision", "", "W16A16KV16", "20.09", "", "", "2")
-    assert rtn[3:6] == ("162,755", "9.000", "")
-    assert hadamard[1:6] == ("0, 1", "W4A4K4V8", "149.16 ± 21.02", "2.000", "0.0%")
-    assert learned[4:6] == ("1.500", "25.0%")
+    assert full == ("full precision", "", "20.09", "", "", "2")
+    assert rtn[2:5] == ("162,755", "9.000", "")
+    assert hadamard[1:5] == ("2", "149.16 ± 21.02", "2.000", "0.0%")
+    assert learned[3:5] == ("1.500", "25.0%")
     protocol = dict.fromkeys(
         ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"
     )
     text = markdown({"protocol": protocol, "rows": rows})
-    assert "| random hadamard | 0, 1 | W4A4K4V8 | 149.16 ± 21.02 | 2.000 | 0.0% | 2 |" in text
-    assert "Learned: cross entropy with weights at 4 bits, with shifts, 9 steps" in text
-    assert cells(rows[1:2])[0][4:6] == ("", "")
+    assert "| random hadamard | 2 | 149.16 ± 21.02 | 2.000 | 0.0% | 2 |" in text
+    assert "at W4A4K4V8 on" in text
+    assert "Learned: cross entropy with weights at 4 bits, with shifts and clips, 9 steps" in text
+    assert cells(rows[1:2])[0][3:5] == ("", "")
 
 
 def test_damaged_results_are_named(tmp_path):

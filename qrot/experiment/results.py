@@ -14,7 +14,7 @@ from rich.table import Table
 
 from qrot.errors import InputError
 
-COLUMNS = ("method", "seeds", "bits", "perplexity", "nats lost", "gap closed", "s")
+COLUMNS = ("method", "seeds", "perplexity", "nats lost", "gap closed", "s")
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
@@ -65,8 +65,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         lines.append(
             (
                 method.replace("_", " "),
-                ", ".join(str(row["seed"]) for row in group if row["seed"] is not None),
-                _bits(group[0]),
+                str(sum(row["seed"] is not None for row in group) or ""),
                 _spread([row["perplexity"] for row in group]),
                 above,
                 closed,
@@ -93,8 +92,8 @@ def _spread(values: list[float]) -> str:
 def table(results: dict[str, Any]) -> Table:
     """The results as a table for a terminal, to be printed between `title` and `notes`."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(COLUMNS):
-        drawn.add_column(name, justify="right" if i > 2 else "left", no_wrap=True)
+    for name in COLUMNS:
+        drawn.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for line in cells(results["rows"]):
         drawn.add_row(*line)
     return drawn
@@ -102,7 +101,7 @@ def table(results: dict[str, Any]) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     """The results as a table in Markdown, with title and notes."""
-    lines = [COLUMNS, tuple("---:" if i > 2 else "---" for i in range(len(COLUMNS)))]
+    lines = [COLUMNS, tuple("---" if name == "method" else "---:" for name in COLUMNS)]
     lines += cells(results["rows"])
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n"
@@ -113,9 +112,11 @@ def title(results: dict[str, Any]) -> str:
     p = results["protocol"]
     model = f"{p['model']} ({p['note']})" if p["note"] else p["model"]
     bos = "with BOS" if p["bos"] else "no BOS"
+    bits = {_bits(row) for row in results["rows"] if row["method"] != "full_precision"}
+    at = f" at {', '.join(sorted(bits))}" if bits else ""
     return (
-        f"Perplexity of {model} on {p['text']}: first {p['count']} windows of {p['window']} tokens "
-        f"at stride {p['stride']}, {bos}, logits in {p['logits']}, norms {p['norms']}."
+        f"Perplexity of {model}{at} on {p['text']}: first {p['count']} windows of {p['window']} "
+        f"tokens at stride {p['stride']}, {bos}, logits in {p['logits']}, norms {p['norms']}."
     )
 
 
@@ -128,7 +129,8 @@ def notes(results: dict[str, Any]) -> str:
     )
     for row in results["rows"]:
         if row["method"] == "learned":
-            shifts = ", with shifts" if row["shifts"] else ""
+            beside = [name for name in ("shifts", "clips") if row[name]]
+            shifts = f", with {' and '.join(beside)}" if beside else ""
             return (
                 f"{text} Learned: {row['objective'].replace('_', ' ')} with weights at "
                 f"{row['trained_weight_bits']} bits{shifts}, {row['steps']} steps of "

@@ -355,6 +355,7 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
         "steps": settings.steps,
         "trained_weight_bits": bits,
         "shifts": settings.shifts,
+        "clips": settings.learn_clips,
     }
     metadata = {
         "model": model.name,
