@@ -182,7 +182,12 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
 
 
 def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
-    """Runs (start, stop, scheme) of neighbouring layers with the same grids."""
+    """Runs (start, stop, scheme) of neighbouring layers with the same grids.
+
+    Raises InputError where an override changes nothing in the model.
+    """
+    for override in scheme.overrides:
+        _check_match(override, layers)
     runs: list[tuple[int, int, LayerScheme]] = []
     for i in range(layers):
         current = layer_scheme(scheme, i)
@@ -191,6 +196,19 @@ def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
         else:
             runs.append((i, i + 1, current))
     return runs
+
+
+def _check_match(override: Override, layers: int) -> None:
+    inputs = tuple(name for names in _READERS.values() for name in names)
+    names = {"weights": inputs, "activations": inputs, "keys": ("keys",), "values": ("values",)}
+    allowed = [n for role, ns in names.items() if getattr(override, role) is not None for n in ns]
+    if not any(
+        fnmatch(f"layers.{i}.{name}", override.match) for i in range(layers) for name in allowed
+    ):
+        raise InputError(
+            f"overrides: {override.match!r} changes nothing; the names are layers.<i>.<name>, i up "
+            f"to {layers - 1}, name one of {', '.join(dict.fromkeys(allowed))}"
+        )
 
 
 def fake_quantise(

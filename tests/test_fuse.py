@@ -260,3 +260,12 @@ def test_weights_are_quantised_in_the_rotated_basis(folded):
         for bits in (2, 8, 12)
     ]
     assert errors[0] > 0.2 > 0.05 > errors[1] > errors[2] > 1e-5
+
+
+def test_norms_that_are_not_folded_are_refused(variant):
+    model = variant("llama")
+    rotations = random_rotations(model.config, 0)
+    with pytest.raises(ValueError, match="fold_norms"):
+        fuse(model.params, rotations, model.config)
+    with pytest.raises(ValueError, match="fold_norms"):
+        fuse(untie(variant("llama-tied").params), rotations, model.config)

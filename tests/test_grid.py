@@ -403,3 +403,16 @@ def test_segments_are_runs_of_equal_layers():
     assert [(start, stop) for start, stop, _ in runs] == [(0, 2), (2, 4), (4, 6)]
     assert [dict(grids.weights)["up"].bits for *_, grids in runs] == [4, 8, 4]
     assert segments(Scheme(), 6) == [(0, 6, layer_scheme(Scheme(), 0))]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        Override("*.down_proj", weights=8),
+        Override("layers.3.*", weights=8),
+        Override("*.q", keys=8),
+    ],
+)
+def test_an_override_that_changes_nothing_is_refused(override):
+    with pytest.raises(InputError, match="changes nothing"):
+        segments(Scheme(overrides=(override,)), 3)

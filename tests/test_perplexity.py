@@ -55,7 +55,7 @@ def test_a_text_that_is_too_short(windows, message):
         ({"length": 1}, "length: a window of 1"),
         ({"count": 0}, "count: 0"),
         ({"stride": 0}, "stride: 0"),
-        ({"length": 8, "stride": 9}, "stride: 9 is outside 1 to the length, 8"),
+        ({"length": 8, "stride": 9}, "stride: 9 is outside 1 to the text of a window, 8"),
     ],
 )
 def test_windows_that_make_no_sense(arguments, message):

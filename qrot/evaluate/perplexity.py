@@ -39,8 +39,9 @@ class Windows:
             raise InputError(f"length: a window of {self.length} tokens predicts nothing")
         if self.count is not None and self.count < 1:
             raise InputError(f"count: {self.count} windows are none")
-        if self.stride is not None and not 1 <= self.stride <= self.length:
-            raise InputError(f"stride: {self.stride} is outside 1 to the length, {self.length}")
+        text = self.length - self.bos
+        if self.stride is not None and not 1 <= self.stride <= text:
+            raise InputError(f"stride: {self.stride} is outside 1 to the text of a window, {text}")
 
 
 def cut_windows(

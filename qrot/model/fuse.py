@@ -100,10 +100,13 @@ def fuse(
 
     params: folded (`fold_norms`). Returns the fused parameters, what is left to do online (key, and
     down whose inverse is in the weights now), and the shifts in the rotated basis. The function of
-    the network is unchanged.
+    the network is unchanged. Raises ValueError where the norms are not folded.
     """
     if rotations.fused:
         raise ValueError("these rotations are fused already")
+    norms = (params.layers.attention_norm, params.layers.mlp_norm, params.norm)
+    if params.head is None or not all((norm == 1).all() for norm in norms):
+        raise ValueError("the norms of these parameters are not folded: call fold_norms first")
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: _orthogonal(jnp.asarray(x, jnp.float64)), rotations)
         layers = _fuse_layers(params.layers, wide, config)
