@@ -101,6 +101,11 @@ class Override:
     keys: int | None = None
     values: int | None = None
 
+    @property
+    def changes(self) -> bool:
+        """Whether the override says anything."""
+        return any(getattr(self, role) is not None for role in _GRANULARITY)
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -130,6 +135,11 @@ class Scheme:
                 )
             if grid.clip == "mse" and role != "weights":
                 raise InputError(f"{role}: clip 'mse' is a search over fixed numbers: weights only")
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether any weight is rounded."""
+        return self.weights.on or any((o.weights or OFF) < OFF for o in self.overrides)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The threads of LAPACK and of XLA would fight over two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # for `models`, whether or not tests is a package
 
 from jaxtyping import install_import_hook

@@ -166,6 +166,23 @@ def test_only_what_is_to_learn_moves(model, tokens, tmp_path):
     assert all(((c >= 0.3) & (c <= 1)).all() for c in jax.tree.leaves(learned.clips))
 
 
+def test_training_weights_at_16_bits_rounds_none(model):
+    overrides = (Override("*.down", weights=8), Override("*.o", activations=8))
+    scheme = replace(W4A4, overrides=overrides)
+    settings = replace(SHORT, weight_bits=16)
+    seen = loop.training_scheme(model, scheme, settings, RotationSites(), 0)
+    assert not seen.rounds_weights
+    assert seen.overrides == overrides[1:]
+    assert replace(W16A4, overrides=overrides).rounds_weights
+
+
+def test_a_searched_clip_is_one_ratio_in_training(model):
+    scheme = replace(W4A4, weights=Grid(4, clip="mse"))
+    seen = loop.training_scheme(model, scheme, SHORT, RotationSites(), 0)
+    assert 0.4 < seen.weights.clip < 1
+    assert replace(seen, weights=scheme.weights) == scheme
+
+
 def test_first_tokens_do_not_decide_a_shift(model, tokens):
     rows = tokens[:64].reshape(2, 32)
     site = forward_with_taps(model.params, jnp.asarray(rows), model.config, taps=jnp.arange(64))[1][

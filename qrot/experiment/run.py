@@ -34,7 +34,7 @@ from qrot.experiment.data import Texts, read_texts
 from qrot.experiment.plot import plot_learning
 from qrot.experiment.results import read_results, write_results, write_text
 from qrot.experiment.stages import Stages
-from qrot.grid import OFF, Scheme
+from qrot.grid import Scheme
 from qrot.learn.capture import mean_shifts
 from qrot.learn.loop import learn, load_history
 from qrot.learn.objectives import Learned
@@ -281,7 +281,7 @@ def _judge(inputs: _Inputs, name: str, learned: Learned | None, scheme: Scheme) 
         with stages.stage(f"{name}: fusing", seconds=_FUSE * millions):
             params, online, shifts = fuse(params, learned.rotations, model.config, learned.shifts)
             jax.block_until_ready(params)
-    if scheme.weights.bits < OFF or scheme.overrides:
+    if scheme.rounds_weights:
         with stages.stage(f"{name}: rounding weights", seconds=_ROUND * millions):
             params = jax.block_until_ready(rtn(params, scheme))
     logits = partial(

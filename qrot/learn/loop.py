@@ -175,7 +175,10 @@ def training_scheme(
     ratio that the search finds on the starting rotation's weights stands in for it.
     """
     if settings.weight_bits is not None:
-        scheme = replace(scheme, weights=replace(scheme.weights, bits=settings.weight_bits))
+        weights = replace(scheme.weights, bits=settings.weight_bits)
+        overrides = tuple(replace(o, weights=None) for o in scheme.overrides)
+        overrides = tuple(o for o in overrides if o.changes)
+        scheme = replace(scheme, weights=weights, overrides=overrides)
     if scheme.weights.on and scheme.weights.clip == "mse":
         start = random_rotations(model.config, seed, kind=settings.start, sites=sites)
         params, _, _ = fuse(model.params, start, model.config)

@@ -46,7 +46,7 @@ def cross_entropy(
     layer's weights are rotated and rounded on their way through the scan.
     """
     rotations, shifts = learned.rotations, learned.shifts
-    if scheme.weights.on:
+    if scheme.rounds_weights:
         rotations = rotations.replace(fused=True)
         if shifts is not None:
             shifts = rotate_shifts(shifts, rotations, config)
@@ -63,7 +63,7 @@ def cross_entropy(
         scheme=scheme,
         shifts=shifts,
         clips=learned.clips,
-        prepare=rotate_and_round if scheme.weights.on else None,
+        prepare=rotate_and_round if scheme.rounds_weights else None,
     )
     return token_nll(logits, tokens).mean()
 
@@ -109,7 +109,7 @@ def reconstruction(
             "down": (turns.down, rotate, unrotate, ("down",), grids.down),
         }
         rounded = None
-        if scheme.weights.on:
+        if scheme.rounds_weights:
             rounded = rtn_layer(
                 rotate_layer(layer, turns, config), grids, scale_gradient=scheme.scale_gradient
             )
