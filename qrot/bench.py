@@ -11,16 +11,18 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.table import Table
 
 from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Grid, Scheme
 from qrot.learn.loop import Learn, initial, make_optimiser, update
-from qrot.learn.objectives import Learned, cross_entropy
+from qrot.learn.objectives import cross_entropy
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms
 from qrot.model.params import Model
 from qrot.rotation.random import RotationSites
+from qrot.rotation.rotations import Rotations
 
 
 def in_turn(
@@ -61,7 +63,7 @@ def bench_learn(
     scheme = Scheme(Grid(weight_bits), Grid(4, "asymmetric"), cache, cache)
     settings = Learn(batch=batch, length=length)
     tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
-    learned = initial(model, None, settings, scheme, RotationSites(), 0)
+    learned = initial(model, np.asarray(tokens), settings, scheme, RotationSites(), 0)
     state = make_optimiser(settings, 1e-3).init(cast(Any, learned))
 
     plain = jax.jit(lambda p, t: token_nll(forward(p, t, config), t).mean())
@@ -73,7 +75,7 @@ def bench_learn(
     def retract(gradient, state, learned):
         return make_optimiser(settings, 1e-3).update(gradient, state, learned)
 
-    unrotated = Learned(initial(model, None, settings, scheme, _NOWHERE, 0).rotations)
+    unrotated = learned.replace(rotations=Rotations())
     seconds = in_turn(
         {
             "plain": partial(plain, params, tokens),
@@ -111,7 +113,6 @@ def bench_learn(
     }
 
 
-_NOWHERE = RotationSites(residual=False, value=False, key=False, down=False)
 LEARN_FUNCTIONS = 6
 
 
