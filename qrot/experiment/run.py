@@ -6,13 +6,10 @@ rotations.safetensors and learning.png (in a folder for each seed where there ar
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -22,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from jaxtyping import Int
 from rich.console import Console
 
@@ -31,6 +27,7 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows, mean_nll
 from qrot.experiment.config import RunConfig, first_difference, resolved, to_yaml
 from qrot.experiment.data import Texts, read_texts
+from qrot.experiment.folder import check_folder, writing
 from qrot.experiment.plot import plot_learning
 from qrot.experiment.results import read_results, write_results, write_text
 from qrot.experiment.stages import Stages
@@ -82,10 +79,10 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
     by then is whole.
     """
     folder = Path(config.out)
-    _check_folder(folder, config)
+    check_folder(folder, config)
     with Stages(console) as stages:
         inputs = _prepare(config, folder, stages)
-        with _writing(folder):
+        with writing(folder):
             results = _begin(inputs)
             done = {(row["method"], row["seed"]) for row in results["rows"]}
             for method in config.methods:
@@ -100,51 +97,6 @@ def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
     if method == "learned":
         return config.learn_seeds
     return config.seeds if method.startswith("random") else (None,)
-
-
-def _check_folder(folder: Path, config: RunConfig) -> None:
-    try:
-        text = (folder / "config.yaml").read_text()
-    except FileNotFoundError:
-        # A kill while config.yaml was written leaves a .partial behind.
-        if folder.is_dir() and any(path.suffix != ".partial" for path in folder.iterdir()):
-            raise InputError(
-                f"{folder}: not empty and not a run folder; choose another with out="
-            ) from None
-        return
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be a run folder ({error.strerror})") from error
-    try:
-        old = yaml.safe_load(text)
-    except yaml.YAMLError:
-        old = None
-    new = resolved(config)
-    if not isinstance(old, dict):
-        raise InputError(f"{folder}: config.yaml is damaged; choose another folder with out=")
-    # The same folder may be reached by another path.
-    if key := first_difference({**old, "out": None}, {**new, "out": None}):
-        raise InputError(
-            f"{folder}: belongs to a run of another config, which differs in {key}; choose another "
-            "folder with out="
-        )
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong in writing into an InputError, and leave no half of a file behind."""
-    full = os.strerror(errno.ENOSPC)
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError):
-            file, reason = error.filename or folder, error.strerror or error
-        elif full in str(error):  # Orbax and safetensors raise errors of their own for it
-            file, reason = folder, full
-        else:
-            raise
-        for half in folder.rglob("*.partial"):
-            half.unlink(missing_ok=True)
-        raise InputError(f"{file}: cannot be written ({reason})") from error
 
 
 def _prepare(config: RunConfig, folder: Path, stages: Stages) -> _Inputs:
