@@ -145,6 +145,8 @@ def test_learning_lowers_the_held_out_reconstruction_error(model, tokens, tmp_pa
         learning_rate=rate,
         steps=30,
         batch=64,
+        shifts=False,
+        learn_clips=False,
     )
     learned = run(model, tokens, settings, W16A4, tmp_path)
     history = load_history(tmp_path / "metrics.jsonl")

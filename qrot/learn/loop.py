@@ -34,6 +34,7 @@ from qrot.quantize.rtn import mean_best_clip
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Clips, Hadamard
 
+CLIP_RATE = 0.1  # of the clip ratios, at the first step
 DIVERGED = 1.2  # times the held-out loss at the start, from which a run is rolled back
 
 
@@ -204,13 +205,19 @@ def initial(model: Model, rows, settings: Learn, scheme: Scheme, sites, seed: in
 def make_optimiser(settings: Learn, rate) -> optax.GradientTransformation:
     """Rotations by the chosen optimiser, clip ratios by Adam, the rest stays.
 
-    rate: a learning rate, which may be traced; the state does not depend on it.
+    rate: a learning rate, which may be traced; the state does not depend on it. The clip ratios'
+    own rate follows the same schedule, whatever the scale of the optimiser's rates.
     """
     turn = OPTIMISERS[settings.optimiser](rate)
     if settings.clip_norm is not None:
         turn = optax.chain(optax.clip_by_global_norm(settings.clip_norm), turn)
     return optax.partition(
-        {"turn": turn, "clip": optax.adam(rate), "stay": optax.set_to_zero()}, _labels
+        {
+            "turn": turn,
+            "clip": optax.adam(rate * (CLIP_RATE / settings.learning_rate)),
+            "stay": optax.set_to_zero(),
+        },
+        _labels,
     )
 
 
