@@ -10,6 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from qrot.experiment.results import whole_file
+
 INK, FAINT = "#2b2f36", "#b9bec7"
 TRAINING, HELD_OUT = "#9db7dd", "#1f4e9c"
 UNITS = {
@@ -74,13 +76,8 @@ def plot_learning(history: list[dict[str, Any]], objective: str, title: str, pat
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(color=FAINT, labelcolor=INK)
     axes.legend(frameon=False, fontsize=9)
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with whole_file(path) as partial:
         figure.savefig(partial, format="png")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

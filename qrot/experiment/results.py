@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,16 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; raises OSError where it cannot be written."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield another path to write to, which takes the place of `path` once it is written."""
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from qrot.model.forward import forward
 from qrot.model.fuse import rotate_layer, rotate_shifts
 from qrot.model.params import Params
 from qrot.quantize.rtn import rtn_layer
-from qrot.rotation.rotations import Clips, Rotations, Shifts, rotate, unrotate
+from qrot.rotation.rotations import Clips, Rotations, Shifts, per_head, rotate, unrotate
 
 
 @struct.dataclass
@@ -93,14 +93,11 @@ def reconstruction(
                 return fake_quantise(y, grid, clip=ratio, scale_gradient=scheme.scale_gradient)
             return quantise(y - mu, name, grid) + mu
 
-        def per_head(turn, y, rotation):
-            return turn(y.reshape(*y.shape[:-1], -1, config.head_dim), rotation).reshape(y.shape)
-
         def rotate_heads(y, rotation):
-            return per_head(rotate, y, rotation)
+            return per_head(rotate, y, rotation, config.head_dim)
 
         def unrotate_heads(y, rotation):
-            return per_head(unrotate, y, rotation)
+            return per_head(unrotate, y, rotation, config.head_dim)
 
         sites = {
             "qkv": (turns.residual, rotate, unrotate, ("q", "k", "v"), grids.qkv),

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from qrot.grid import LayerScheme, Scheme, fake_quantise, segments
 from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.params import Layers, Linear, Params
-from qrot.rotation.rotations import Clips, Rotations, Shifts, rotate, unrotate
+from qrot.rotation.rotations import Clips, Rotations, Shifts, per_head, rotate, unrotate
 
 
 @struct.dataclass
@@ -154,9 +154,6 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
         x = quantise(rotate(x, residual), name, grid, lambda mu: rotate(mu, residual))
         return unrotate(x, residual)
 
-    def per_head(turn, x, rotation):
-        return turn(x.reshape(*x.shape[:-1], -1, config.head_dim), rotation).reshape(x.shape)
-
     x = residual_site("qkv", rms_norm(h, layer.attention_norm, eps), grids.qkv)
     q, k, v = (
         linear(x, w).reshape(*x.shape[:-1], -1, config.head_dim)
@@ -172,9 +169,9 @@ def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, r
     k = quantise(k, "keys", grids.keys)
     v = quantise(rotate(v, value), "values", grids.values)
     x = attention(q, k, v, own.window)
-    tap("o", per_head(unrotate, x, value))
-    x = quantise(x, "o", grids.o, lambda mu: per_head(rotate, mu, value))
-    h = h + linear(per_head(unrotate, x, value), layer.o)
+    tap("o", per_head(unrotate, x, value, config.head_dim))
+    x = quantise(x, "o", grids.o, lambda mu: per_head(rotate, mu, value, config.head_dim))
+    h = h + linear(per_head(unrotate, x, value, config.head_dim), layer.o)
 
     x = residual_site("gate_up", rms_norm(h, layer.mlp_norm, eps), grids.gate_up)
     x = jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up)

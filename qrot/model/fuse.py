@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Linear, Model, Params
-from qrot.rotation.rotations import Rotations, Shifts, rotate
+from qrot.rotation.rotations import Rotations, Shifts, per_head, rotate
 
 
 def untie(params: Params) -> Params:
@@ -76,14 +76,14 @@ def rotate_layer(layer: Layers, rotations: Rotations, config: ModelConfig) -> La
     def write(linear: Linear, rotation, split=rotate) -> Linear:
         return jax.tree.map(lambda x: split(x, rotation), linear)
 
-    def per_head(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
-        return rotate(x.reshape(*x.shape[:-1], -1, config.head_dim), rotation).reshape(x.shape)
+    def heads(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
+        return per_head(rotate, x, rotation, config.head_dim)
 
     return layer.replace(
         q=read(layer.q, residual),
         k=read(layer.k, residual),
-        v=write(read(layer.v, residual), value, per_head),
-        o=write(read(layer.o, value, per_head), residual),
+        v=write(read(layer.v, residual), value, heads),
+        o=write(read(layer.o, value, heads), residual),
         gate=read(layer.gate, residual),
         up=read(layer.up, residual),
         down=write(read(layer.down, rotations.down), residual),
@@ -152,12 +152,11 @@ def _fuse_rows(x: Float[Array, "rows n"], rotation) -> Float[Array, "rows n"]:
 def rotate_shifts(shifts: Shifts, rotations: Rotations, config: ModelConfig) -> Shifts:
     """The same shifts in the basis of the rotated activations, as fused weights read them."""
 
-    def per_layer(shift, rotation):
-        return rotate(shift.reshape(-1, config.head_dim), rotation).reshape(-1)
-
     o = shifts.o
     if o is not None and rotations.value is not None:
-        o = jax.vmap(per_layer)(o, rotations.value)
+        o = jax.vmap(lambda mu, turn: per_head(rotate, mu, turn, config.head_dim))(
+            o, rotations.value
+        )
     turned = {
         name: None if shift is None else rotate(shift, rotation)
         for name, shift, rotation in (

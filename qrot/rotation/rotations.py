@@ -8,6 +8,7 @@ A rotation R acts on row vectors, x -> x R. It comes in one of three forms:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,6 +87,13 @@ def unrotate(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
     if isinstance(rotation, Hadamard):
         return fwht(x, block=rotation.block, transpose=True) * rotation.signs.astype(x.dtype)
     return _product(x, rotation, "...j,ij->...i", "...bj,bij->...bi")
+
+
+def per_head(
+    turn: Callable, x: Float[Array, "*batch n"], rotation, head_dim: int
+) -> Float[Array, "*batch n"]:
+    """`rotate` or `unrotate` (turn) each run of head_dim values by the same rotation."""
+    return turn(x.reshape(*x.shape[:-1], -1, head_dim), rotation).reshape(x.shape)
 
 
 def _product(x, matrix, dense: str, blocks: str):
