@@ -16,8 +16,11 @@ from rich.table import Table
 
 from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Grid, Scheme
-from qrot.learn.loop import Learn, initial, make_optimiser, update
-from qrot.learn.objectives import cross_entropy
+from qrot.learn.capture import mean_shifts
+from qrot.learn.end_to_end import cross_entropy
+from qrot.learn.loop import make_optimiser, update
+from qrot.learn.settings import Learn
+from qrot.learn.start import starting_point
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms
 from qrot.model.params import Model
@@ -61,9 +64,10 @@ def bench_learn(
     params, config = model.params, model.config
     cache = Grid(4, "asymmetric")
     scheme = Scheme(Grid(weight_bits), Grid(4, "asymmetric"), cache, cache)
-    settings = Learn(batch=batch, length=length)
+    settings = Learn(objective="cross_entropy", start="hadamard", batch=batch, length=length)
     tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
-    learned = initial(model, np.asarray(tokens), settings, scheme, RotationSites(), 0)
+    shifts = mean_shifts(model, np.asarray(tokens))
+    learned = starting_point(model, settings, scheme, RotationSites(), 0, shifts, None)
     state = make_optimiser(settings, 1e-3).init(cast(Any, learned))
 
     plain = jax.jit(lambda p, t: token_nll(forward(p, t, config), t).mean())
@@ -75,7 +79,7 @@ def bench_learn(
     def retract(gradient, state, learned):
         return make_optimiser(settings, 1e-3).update(gradient, state, learned)
 
-    unrotated = learned.replace(rotations=Rotations())
+    unrotated = learned.replace(rotations=Rotations(), scales=None)
     seconds = in_turn(
         {
             "plain": partial(plain, params, tokens),

@@ -68,7 +68,18 @@ def test_what_is_written_is_read_back(file):
         ("learn.steps='3'", "learn.steps: expected an integer, not '3'"),
         ("learn.shifts=1", "learn.shifts: expected true or false, not 1"),
         ("learn.objective=mse", "learn.objective: expected one of 'cross_entropy', "
-         "'reconstruction', not 'mse'"),
+         "'kl', 'kl_top', 'layer_reconstruction', 'reconstruction', 'fisher', 'whip', 'kurtosis', "
+         "not 'mse'"),
+        ("other={sourc: files}", "unknown key 'other.sourc', did you mean 'other.source'?"),
+        ("other={source: hub}", "other.source: expected one of 'pydoc', 'wikitext2', 'files', not "
+         "'hub'"),
+        ("learn={objective: whip}", "learn.scales: whip does not feel what a scale costs, only "
+         "what it gains; use scales: false with it"),
+        ("learn={objective: fisher, scales: true, accumulate: 2}", "learn.accumulate: fisher has "
+         "no windows in its batches"),
+        ("learn={batch: 3, accumulate: 2}", "learn.accumulate: 2 does not divide 3"),
+        ("learn={draws: 2}", "learn.draws: fisher is not drawn at random"),
+        ("methods=[saved]", "saved: a rotation file goes with the method 'saved', only with it"),
         ("learn.weight_bits=2026-01-01", "learn.weight_bits: expected an integer or null, not "
          f"{datetime.date(2026, 1, 1)!r}"),
         ("seeds=3", "seeds: expected a list, not 3"),

@@ -14,7 +14,10 @@ from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import (
     Clips,
     Hadamard,
+    Kronecker,
+    Learned,
     Rotations,
+    Scales,
     Shifts,
     as_matrix,
     rotate,
@@ -181,32 +184,53 @@ def same(a, b):
 def test_a_file_gives_back_what_was_saved(tmp_path, sites):
     path = tmp_path / "rotations.safetensors"
     rotations = random_rotations(SIZES, 5, sites=SITES[sites])
-    save_rotations(path, rotations, META)
-    loaded, shifts, clips, metadata = load_rotations(path, digest=META["digest"])
-    same(loaded, rotations)
-    assert shifts is clips is None
+    save_rotations(path, Learned(rotations), META)
+    learned, metadata = load_rotations(path, digest=META["digest"])
+    same(learned, Learned(rotations))
     assert metadata == META
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_file_keeps_shifts_clips_and_what_is_off(tmp_path):
+def test_a_file_keeps_what_is_beside_and_what_is_off(tmp_path):
     path = tmp_path / "rotations.safetensors"
     rotations = random_rotations(SIZES, 5, sites=RotationSites(value=False, down=28))
     # A transposed array is not contiguous in memory.
     rotations = rotations.replace(residual=np.asarray(rotations.residual).T)
-    shifts = Shifts(qkv=jnp.ones((3, 48)), down=jnp.zeros((3, 56)))
-    clips = Clips(qkv=jnp.asarray([1.0, 0.9, 0.8]), values=jnp.ones(3))
-    save_rotations(path, rotations, META, shifts=shifts, clips=clips)
-    loaded, shifts_again, clips_again, _ = load_rotations(path)
-    same(loaded, rotations)
-    same(shifts_again, shifts)
-    same(clips_again, clips)
+    learned = Learned(
+        rotations,
+        Shifts(qkv=jnp.ones((3, 48)), down=jnp.zeros((3, 56))),
+        Clips(qkv=jnp.asarray([1.0, 0.9, 0.8]), values=jnp.ones(3)),
+        Scales(keys=jnp.ones((3, 2, 4))),
+    )
+    save_rotations(path, learned, META)
+    same(load_rotations(path)[0], learned)
+
+
+def test_a_file_keeps_online_rotations_that_were_learned(tmp_path):
+    path = tmp_path / "rotations.safetensors"
+    draw = np.random.default_rng(0)
+    arrays = [
+        jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 56), (3, 7, 7), (3, 8, 8))
+    ]
+    learned = Learned(Rotations(key=jnp.ones((3, 2, 1, 8, 8)), down=Kronecker(*arrays)))
+    save_rotations(path, learned, META)
+    same(load_rotations(path)[0], learned)
+
+
+def test_use_with_other_weights_warns(tmp_path):
+    path = tmp_path / "rotations.safetensors"
+    save_rotations(path, Learned(random_rotations(SIZES, 5)), META | {"trained_weight_bits": 16})
+    load_rotations(path, weight_bits=16)
+    with pytest.warns(
+        UserWarning, match="learned with weights at 16 bits and is used .* at 4 bits"
+    ):
+        load_rotations(path, weight_bits=4)
 
 
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "rotations.safetensors"
-    save_rotations(path, random_rotations(SIZES, 5), META)
+    save_rotations(path, Learned(random_rotations(SIZES, 5)), META)
     return path
 
 

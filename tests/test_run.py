@@ -20,14 +20,23 @@ from qrot.experiment import results
 from qrot.experiment import run as module
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
-from qrot.experiment.results import cells, markdown
+from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid, Scheme
-from qrot.learn.loop import Learn
+from qrot.learn.settings import Learn
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
 
 METHODS = ("full_precision", "rtn", "random_orthogonal", "random_hadamard", "learned")
+LEARN = Learn(
+    objective="cross_entropy",
+    start="hadamard",
+    steps=3,
+    length=16,
+    held_out=2,
+    evaluate_every=2,
+    checkpoint_every=1,
+)
 WORDS = [f"w{i}" for i in range(97)]
 A4 = Grid(4, "asymmetric")
 GROUPED = Grid(4, granularity="group", group=32)
@@ -56,7 +65,7 @@ def config(tiny, tmp_path):
         scheme=Scheme(Grid(4, clip="mse"), A4, A4, A4),
         methods=METHODS,
         seeds=(0, 1),
-        learn=Learn(steps=3, batch=2, length=16, held_out=2, evaluate_every=2, checkpoint_every=1),
+        learn=LEARN,
         evaluate=Windows(16, 5),
     )
 
@@ -103,7 +112,7 @@ def test_a_whole_run(config):
         row = rows[-1]
         assert row["trained_weight_bits"] == 4
         assert row["learn_seconds"] <= row["seconds"]
-        _, _, _, metadata = load_rotations(folder / row["rotations"], digest=protocol["digest"])
+        _, metadata = load_rotations(folder / row["rotations"], digest=protocol["digest"])
         assert metadata["scheme"]["weights"]["clip"] == "mse"
         assert (metadata["seed"], metadata["steps"]) == (0, 3)
         assert (folder / "learning.png").read_bytes().startswith(b"\x89PNG")
@@ -118,16 +127,29 @@ def test_without_rounding_no_method_changes_the_model(config):
 
 
 def test_learned_with_shifts_and_clips_for_two_seeds(config):
-    learn = replace(config.learn, shifts=True, learn_clips=True, weight_bits=16)
+    learn = replace(config.learn, shifts=True, clips=True, weight_bits=16)
     found = run(replace(config, learn=learn, learn_seeds=(0, 1), methods=("learned",)), quiet())
     folder = Path(config.out)
     for seed, row in enumerate(found["rows"]):
         assert row["shifts"]
         assert row["trained_weight_bits"] == 16
         assert row["rotations"] == f"seed{seed}/rotations.safetensors"
-        _, shifts, clips, _ = load_rotations(folder / row["rotations"])
-        assert shifts is not None
-        assert clips is not None
+        learned, _ = load_rotations(folder / row["rotations"])
+        assert learned.shifts is not None
+        assert learned.clips is not None
+
+
+def test_rotations_of_another_run_are_judged_alike(config):
+    learn = replace(config.learn, weight_bits=16)
+    config = replace(config, learn=learn, methods=("learned",), other=config.data, other_count=2)
+    (row,) = run(config, quiet())["rows"]
+    assert row["other_nll"] > 0
+    saved = Path(config.out) / row["rotations"]
+    again = replace(config, out=config.out + "-saved", methods=("saved",), saved=str(saved))
+    with pytest.warns(UserWarning, match="learned with weights at 16 bits"):
+        (same,) = run(again, quiet())["rows"]
+    assert (same["nll"], same["other_nll"]) == (row["nll"], row["other_nll"])
+    assert same["objective"] == "cross_entropy"
 
 
 def test_a_stopped_run_goes_on(config, monkeypatch):
@@ -282,7 +304,7 @@ def test_the_table_takes_seeds_together():
         row("random_hadamard", 0, 4.9),
         row("random_hadamard", 1, 5.1),
         row("learned", 0, 4.5, objective="cross_entropy", steps=9, trained_weight_bits=4,
-            shifts=True, clips=True, optimiser="cayley_adam"),
+            shifts=True, scales=False, clips=True, optimiser="cayley_adam", start="hadamard"),
     ]  # fmt: skip
     full, rtn, hadamard, learned = cells(rows)
     assert full == ("full precision", "", "20.09", "", "", "2")
@@ -295,8 +317,11 @@ def test_the_table_takes_seeds_together():
     text = markdown({"protocol": protocol, "rows": rows})
     assert "| random hadamard | 2 | 149.16 ± 21.02 | 2.000 | 0.0% | 2 |" in text
     assert "at W4A4K4V8 on" in text
-    assert "Learned: cross entropy with weights at 4 bits, with shifts and clips, 9 steps" in text
+    assert "Learned: cross entropy with weights at 4 bits, with shifts, clips, 9 steps" in text
     assert cells(rows[1:2])[0][3:5] == ("", "")
+    others = [{**row, "other_perplexity": 50.0} for row in rows]
+    assert columns(others)[2:4] == ("perplexity", "other text")
+    assert cells(others)[2][3] == "50.00 ± 0.00"
 
 
 def test_damaged_results_are_named(tmp_path):

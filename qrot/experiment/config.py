@@ -18,7 +18,7 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
 from qrot.grid import Scheme
-from qrot.learn.loop import Learn
+from qrot.learn.settings import Learn
 from qrot.rotation.random import RotationSites
 
 Method = Literal[
@@ -28,7 +28,9 @@ Method = Literal[
     "random_hadamard",
     "random_hadamard_shift",
     "learned",
+    "saved",
 ]
+METHODS = tuple(method for method in get_args(Method) if method != "saved")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -39,6 +41,9 @@ class RunConfig:
     model: see `qrot.model.load.load`. dtype: of the parameters; compute_dtype: of the arithmetic
       when judging.
     methods: `rtn` has no rotation, `random_hadamard_shift` the shifts that learning starts with.
+    saved: the rotation file of the method `saved`, from another run.
+    other: a text of another kind to judge by as well, so that adapting to the calibration text
+      shows, in `other_count` windows; None for no such text.
     out: the run folder; runs/<name of the config file> where the file does not say.
     rotations: the sites that are rotated, by every method that rotates.
     seeds: of the random rotations; learn_seeds: of the learned ones, each learned on its own.
@@ -52,9 +57,12 @@ class RunConfig:
     compute_dtype: Dtype = "float32"
     out: str = "runs/run"
     data: Data = field(default_factory=Data)
+    other: Data | None = None
+    other_count: int = 8
     scheme: Scheme = field(default_factory=Scheme)
     rotations: RotationSites = field(default_factory=RotationSites)
-    methods: tuple[Method, ...] = get_args(Method)
+    methods: tuple[Method, ...] = METHODS
+    saved: str | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
     learn_seeds: tuple[int, ...] = (0,)
     learn: Learn = field(default_factory=Learn)
@@ -68,8 +76,11 @@ class RunConfig:
                 raise InputError(f"{name}: {list(values)} is empty or names one twice")
         if min(self.seeds + self.learn_seeds) < 0:
             raise InputError("seeds and learn_seeds: a seed is not negative")
-        if self.batch < 1:
-            raise InputError(f"batch: {self.batch} is not positive")
+        if ("saved" in self.methods) != (self.saved is not None):
+            raise InputError("saved: a rotation file goes with the method 'saved', only with it")
+        for name in ("batch", "other_count"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: {getattr(self, name)} is not positive")
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -162,8 +173,9 @@ def _blame(kind: Any, settings: dict[str, Any], path: tuple[str, ...]) -> None:
     """Raise what the innermost faulty section raises, with the path to it in front."""
     hints = get_type_hints(kind)
     for name, value in settings.items():
-        if is_dataclass(hints.get(name)) and isinstance(value, dict):
-            _blame(hints[name], value, (*path, name))
+        section = _section(hints.get(name))
+        if is_dataclass(section) and isinstance(value, dict):
+            _blame(section, value, (*path, name))
     try:
         _build(kind, settings)
     except InputError as error:
@@ -178,6 +190,9 @@ def _sentence(errors: list[Any], settings: Any) -> str:
     errors = sorted(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     path, kind, value = [], RunConfig, settings
     for part in errors[0]["loc"]:
+        kind = _section(kind)
+        if part == getattr(kind, "__name__", None):
+            continue  # names a branch of a union
         if is_dataclass(kind) and isinstance(value, dict):
             known = [known.name for known in fields(kind)]
             if part not in known:
@@ -192,6 +207,13 @@ def _sentence(errors: list[Any], settings: Any) -> str:
             return f"{'.'.join(path)}: this key is needed"
         value = value[part]
     return f"{'.'.join(path)}: expected {_expected(kind)}, not {value!r}"
+
+
+def _section(kind: Any) -> Any:
+    """The dataclass of a section that may also be null; any other kind as it is."""
+    if get_origin(kind) in (Union, UnionType):
+        return next((k for k in get_args(kind) if is_dataclass(k)), kind)
+    return kind
 
 
 def _unknown(path: list[str], known: list[str]) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qrot.errors import InputError
 
+BESIDE = ("shifts", "scales", "clips")  # what may be learned beside the rotations
 COLUMNS = ("method", "seeds", "perplexity", "nats lost", "gap closed", "s")
 
 
@@ -52,8 +53,14 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
 
 
+def columns(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The names of the columns of `cells`."""
+    other = ("other text",) if any("other_perplexity" in row for row in rows) else ()
+    return (*COLUMNS[:3], *other, *COLUMNS[3:])
+
+
 def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line of text cells for each method, its seeds taken together, under `COLUMNS`.
+    """A line of text cells for each method, its seeds taken together, under `columns`.
 
     "nats lost" are above full precision; "gap closed" is their share that a random Hadamard
     rotation loses (0 %) and this method does not (100 %: full precision); s is seconds a seed.
@@ -66,6 +73,9 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     for method, group in groupby(rows, lambda row: row["method"]):
         group = list(group)
         above = closed = ""
+        other = ()
+        if "other text" in columns(rows):
+            other = (spread([row["other_perplexity"] for row in group]),)
         if "full_precision" in nll and method != "full_precision":
             above = f"{nll[method] - nll['full_precision']:.3f}"
             gap = nll.get("random_hadamard", 0) - nll["full_precision"]
@@ -75,7 +85,8 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             (
                 method.replace("_", " "),
                 str(sum(row["seed"] is not None for row in group) or ""),
-                _spread([row["perplexity"] for row in group]),
+                spread([row["perplexity"] for row in group]),
+                *other,
                 above,
                 closed,
                 f"{statistics.fmean(row['seconds'] for row in group):.0f}",
@@ -89,7 +100,8 @@ def _bits(row: dict[str, Any]) -> str:
     return f"W{row['weights']}A{row['activations']}" + (f"KV{k}" if k == v else f"K{k}V{v}")
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
+    """Mean and sample standard deviation."""
     mean = statistics.fmean(values)
     digits = 0 if mean >= 1000 else 2
     text = f"{mean:,.{digits}f}" if math.isfinite(mean) else str(mean)
@@ -101,7 +113,7 @@ def _spread(values: list[float]) -> str:
 def table(results: dict[str, Any]) -> Table:
     """The results as a table for a terminal, to be printed between `title` and `notes`."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in COLUMNS:
+    for name in columns(results["rows"]):
         drawn.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for line in cells(results["rows"]):
         drawn.add_row(*line)
@@ -110,7 +122,8 @@ def table(results: dict[str, Any]) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     """The results as a table in Markdown, with title and notes."""
-    lines = [COLUMNS, tuple("---" if name == "method" else "---:" for name in COLUMNS)]
+    names = columns(results["rows"])
+    lines = [names, tuple("---" if name == "method" else "---:" for name in names)]
     lines += cells(results["rows"])
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n"
@@ -123,9 +136,13 @@ def title(results: dict[str, Any]) -> str:
     bos = "with BOS" if p["bos"] else "no BOS"
     bits = {_bits(row) for row in results["rows"] if row["method"] != "full_precision"}
     at = f" at {', '.join(sorted(bits))}" if bits else ""
+    other = ""
+    if "other_text" in p:
+        other = f" Other text: {p['other_text']}, first {p['other_count']} windows."
     return (
         f"Perplexity of {model}{at} on {p['text']}: first {p['count']} windows of {p['window']} "
         f"tokens at stride {p['stride']}, {bos}, logits in {p['logits']}, norms {p['norms']}."
+        f"{other}"
     )
 
 
@@ -138,11 +155,11 @@ def notes(results: dict[str, Any]) -> str:
     )
     for row in results["rows"]:
         if row["method"] == "learned":
-            beside = [name for name in ("shifts", "clips") if row[name]]
-            shifts = f", with {' and '.join(beside)}" if beside else ""
+            beside = [name for name in BESIDE if row[name]]
+            shifts = f", with {', '.join(beside)}" if beside else ""
             return (
                 f"{text} Learned: {row['objective'].replace('_', ' ')} with weights at "
                 f"{row['trained_weight_bits']} bits{shifts}, {row['steps']} steps of "
-                f"{row['optimiser']}."
+                f"{row['optimiser']} from {row['start']}."
             )
     return text

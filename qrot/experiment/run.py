@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,12 +30,11 @@ from qrot.experiment.config import RunConfig, first_difference, resolved, to_yam
 from qrot.experiment.data import Texts, read_texts
 from qrot.experiment.folder import check_folder, writing
 from qrot.experiment.plot import plot_learning
-from qrot.experiment.results import read_results, write_results, write_text
+from qrot.experiment.results import BESIDE, read_results, write_results, write_text
 from qrot.experiment.stages import Stages
 from qrot.grid import Scheme
 from qrot.learn.capture import mean_shifts
-from qrot.learn.loop import learn, load_history
-from qrot.learn.objectives import Learned
+from qrot.learn.loop import learn, load_history, total_steps
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load
@@ -42,8 +42,8 @@ from qrot.model.params import Model, Params
 from qrot.model.tokenizer import encode
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Rotations, Shifts
-from qrot.rotation.store import save_rotations
+from qrot.rotation.rotations import Learned, Rotations, Shifts
+from qrot.rotation.store import load_rotations, save_rotations
 
 # What stages take on 2 cores, roughly, for their remaining time until they can tell it themselves:
 # seconds per million parameters, for a forward pass also per thousand tokens.
@@ -58,7 +58,9 @@ class _Inputs:
     model: Model  # norms folded, untied
     calibration: Int[np.ndarray, " tokens"]
     rows: Int[np.ndarray, "count length"]  # to judge by
+    other_rows: Int[np.ndarray, "other_count length"] | None
     text: str
+    other_text: str | None
     folder: Path
     stages: Stages
 
@@ -102,24 +104,33 @@ def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
 def _prepare(config: RunConfig, folder: Path, stages: Stages) -> _Inputs:
     """Load, cut, and find out what does not fit, before anything is written."""
     texts = read_texts(config.data)
+    other = None if config.other is None else read_texts(config.other)
     with stages.stage(f"loading {config.model}", seconds=7.0):
         model = fold_norms(load(config.model, dtype=jnp.dtype(config.dtype)))
         jax.block_until_ready(model.params)
     with stages.stage("reading the text", seconds=2.0):
-        calibration, rows = _tokens(model, texts, config)
+        windows, bos = config.evaluate, model.config.bos_token_id
+        rows = cut_windows(encode(model.tokenizer, texts.evaluation), windows, bos_token_id=bos)
+        other_rows = None
+        if other is not None:
+            windows = replace(windows, count=config.other_count)
+            other_tokens = encode(model.tokenizer, other.evaluation)
+            other_rows = cut_windows(other_tokens, windows, bos_token_id=bos)
+        calibration = _calibration(model, texts, config)
         _check_fit(config, model, rows)
-    return _Inputs(config, model, calibration, rows, texts.name, folder, stages)
+    other_text = None if other is None else other.name
+    return _Inputs(
+        config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
+    )
 
 
-def _tokens(model: Model, texts: Texts, config: RunConfig):
-    windows = config.evaluate
-    evaluation = encode(model.tokenizer, texts.evaluation)
-    rows = cut_windows(evaluation, windows, bos_token_id=model.config.bos_token_id)
-    calibration = np.zeros(0, np.int32)
-    if {"learned", "random_hadamard_shift"} & set(config.methods):
-        calibration = encode(model.tokenizer, texts.calibration)
-        cut_windows(calibration, Windows(config.learn.length, config.learn.held_out + 1))
-    return calibration, rows
+def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
+    """The tokens to calibrate on; none where no method does."""
+    if not {"learned", "random_hadamard_shift"} & set(config.methods):
+        return np.zeros(0, np.int32)
+    tokens = encode(model.tokenizer, texts.calibration)
+    cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
+    return tokens
 
 
 def _check_fit(config: RunConfig, model: Model, rows) -> None:
@@ -128,7 +139,7 @@ def _check_fit(config: RunConfig, model: Model, rows) -> None:
         "random_orthogonal": "orthogonal",
         "random_hadamard": "hadamard",
         "random_hadamard_shift": "hadamard",
-        "learned": config.learn.start,
+        "learned": config.learn.start if config.learn.start == "orthogonal" else "hadamard",
     }
     rotations = Rotations()
     for kind in {kinds[method] for method in config.methods if method in kinds}:
@@ -161,6 +172,9 @@ def _begin(inputs: _Inputs) -> dict[str, Any]:
 def _protocol(inputs: _Inputs) -> dict[str, Any]:
     """What a perplexity depends on beside the method; equal protocols compare."""
     windows, rows, model = inputs.config.evaluate, inputs.rows, inputs.model
+    other = {}
+    if inputs.other_rows is not None:
+        other = {"other_text": inputs.other_text, "other_count": len(inputs.other_rows)}
     stride = windows.stride or windows.length - windows.bos
     later = min(stride, windows.length - 1) if windows.stride else windows.length - 1
     return {
@@ -177,7 +191,15 @@ def _protocol(inputs: _Inputs) -> dict[str, Any]:
         "digest": model.digest,
         "note": model.note,
         "norms": "folded into the weights for every method",
+        **other,
     }
+
+
+def _peak_gib() -> float:
+    """The most memory that the device, or on a CPU this process, has held so far."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    in_use = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return stats.get("peak_bytes_in_use", in_use) / 2**30
 
 
 def _environment() -> dict[str, Any]:
@@ -207,7 +229,12 @@ def _row(inputs: _Inputs, method: str, seed: int | None) -> dict[str, Any]:
         learned = Learned(rotations, shifts)
     elif method == "learned":
         learned, facts = _learned(inputs, name, seed or 0)
-    nll = _judge(inputs, name, learned, scheme)
+    elif method == "saved":
+        learned, facts = _saved(inputs)
+    nll, other_nll = _judge(inputs, name, learned, scheme)
+    other = {}
+    if other_nll is not None:
+        other = {"other_nll": other_nll, "other_perplexity": math.exp(min(other_nll, 700))}
     return {
         "method": method,
         "seed": seed,
@@ -217,21 +244,26 @@ def _row(inputs: _Inputs, method: str, seed: int | None) -> dict[str, Any]:
         "values": scheme.values.bits,
         "nll": nll,
         "perplexity": math.exp(min(nll, 700)),
+        **other,
         # Time that an interrupted run spent learning before is in learn_seconds.
         "seconds": time.perf_counter() - began + facts.pop("earlier_seconds", 0.0),
         **facts,
     }
 
 
-def _judge(inputs: _Inputs, name: str, learned: Learned | None, scheme: Scheme) -> float:
-    """Fuse, round and evaluate: nats per token."""
+def _judge(
+    inputs: _Inputs, name: str, learned: Learned | None, scheme: Scheme
+) -> tuple[float, float | None]:
+    """Fuse, round and evaluate: nats per token, and on the other text if there is one."""
     config, model, stages = inputs.config, inputs.model, inputs.stages
     millions = _millions(model)
     params, online, shifts, clips = model.params, None, None, None
     if learned is not None:
         clips = learned.clips
         with stages.stage(f"{name}: fusing", seconds=_FUSE * millions):
-            params, online, shifts = fuse(params, learned.rotations, model.config, learned.shifts)
+            params, online, shifts = fuse(
+                params, learned.rotations, model.config, learned.shifts, learned.scales
+            )
             jax.block_until_ready(params)
     if scheme.rounds_weights:
         with stages.stage(f"{name}: rounding weights", seconds=_ROUND * millions):
@@ -246,15 +278,22 @@ def _judge(inputs: _Inputs, name: str, learned: Learned | None, scheme: Scheme) 
         scheme=scheme,
         dtype=config.compute_dtype,
     )
-    forward_seconds = _FORWARD * millions * inputs.rows.size / 1000
-    with stages.stage(f"{name}: evaluating", len(inputs.rows), seconds=forward_seconds) as advance:
-        nll = mean_nll(logits, inputs.rows, config.evaluate, batch=config.batch, advance=advance)
-    if not math.isfinite(nll):
-        raise InputError(
-            f"{name}: the loss is not finite; {config.compute_dtype} is too narrow for this model, "
-            "try compute_dtype=float32"
-        )
-    return nll
+
+    def evaluate(rows, what: str) -> float:
+        seconds = _FORWARD * millions * rows.size / 1000
+        with stages.stage(f"{name}: {what}", len(rows), seconds=seconds) as advance:
+            nll = mean_nll(logits, rows, config.evaluate, batch=config.batch, advance=advance)
+        if not math.isfinite(nll):
+            raise InputError(
+                f"{name}: the loss is not finite; {config.compute_dtype} is too narrow for this "
+                "model, try compute_dtype=float32"
+            )
+        return nll
+
+    nll = evaluate(inputs.rows, "evaluating")
+    if inputs.other_rows is None:
+        return nll, None
+    return nll, evaluate(inputs.other_rows, "evaluating on the other text")
 
 
 @partial(jax.jit, static_argnames=("config", "scheme", "dtype"))
@@ -282,9 +321,10 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
     history = folder / "metrics.jsonl"
     earlier = _seconds(history)
     began = time.perf_counter()
+    steps = total_steps(settings)
     tokens = settings.steps * settings.batch * settings.length
-    seconds = 4 * _FORWARD * _millions(model) * tokens / 1000
-    with inputs.stages.stage(f"{name}: learning", settings.steps, seconds=seconds) as advance:
+    seconds = 60 + 4 * _FORWARD * _millions(model) * tokens / 1000
+    with inputs.stages.stage(f"{name}: learning", steps, seconds=seconds) as advance:
 
         def progress(step: int, steps: int, metrics: dict[str, Any]) -> None:
             advance(done=step, note=f"loss {metrics['loss']:.4g}")
@@ -306,8 +346,8 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
         "optimiser": settings.optimiser,
         "steps": settings.steps,
         "trained_weight_bits": bits,
-        "shifts": settings.shifts,
-        "clips": settings.learn_clips,
+        "start": settings.start,
+        **{name: getattr(settings, name) for name in BESIDE},
     }
     metadata = {
         "model": model.name,
@@ -319,15 +359,27 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
         **facts,
     }
     file = folder / "rotations.safetensors"
-    save_rotations(file, learned.rotations, metadata, shifts=learned.shifts, clips=learned.clips)
+    save_rotations(file, learned, metadata)
     title = f"{Path(model.name).name}, {config.scheme.name}, seed {seed}"
     plot_learning(load_history(history), settings.objective, title, folder / "learning.png")
     return learned, {
         **facts,
         "learn_seconds": time.perf_counter() - began + earlier,
+        "peak_gib": _peak_gib(),
         "rotations": str(file.relative_to(inputs.folder)),
         "earlier_seconds": earlier,
     }
+
+
+def _saved(inputs: _Inputs) -> tuple[Learned, dict[str, Any]]:
+    """Rotations of another run, and where they come from."""
+    config, model = inputs.config, inputs.model
+    path = Path(config.saved or "")
+    learned, metadata = load_rotations(
+        path, digest=model.digest, weight_bits=config.scheme.weights.bits
+    )
+    known = {key: metadata[key] for key in ("objective", "trained_weight_bits") if key in metadata}
+    return learned, {"rotations": str(path), **known}
 
 
 def _millions(model: Model) -> float:

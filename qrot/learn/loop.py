@@ -9,10 +9,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,66 +24,27 @@ from orbax.checkpoint import v1 as ocp
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows
-from qrot.grid import OFF, Scheme
-from qrot.learn.capture import capture, mean_shifts
-from qrot.learn.objectives import OBJECTIVES, Learned
+from qrot.grid import Scheme
+from qrot.learn.batches import TAPS, make_batches
+from qrot.learn.capture import Captured, capture, mean_shifts
+from qrot.learn.objectives import OBJECTIVES
+from qrot.learn.settings import Learn, rate_at
+from qrot.learn.start import (
+    FISHER_STEPS,
+    fisher_settings,
+    no_shifts,
+    starting_point,
+    training_scheme,
+)
 from qrot.learn.stiefel import OPTIMISERS
-from qrot.model.fuse import fuse
 from qrot.model.params import Model
-from qrot.quantize.rtn import mean_best_clip
-from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Clips, Hadamard
+from qrot.rotation.random import RotationSites
+from qrot.rotation.rotations import Kronecker, Learned, Shifts, is_signed
 
 CLIP_RATE = 0.1  # of the clip ratios, at the first step
+SCALE_RATE = 0.03  # of the logarithms of the scales, at the first step
+FAR = 1_000_003  # between the seeds of further draws, out of the way of those of users
 DIVERGED = 1.2  # times the held-out loss at the start, from which a run is rolled back
-
-
-@dataclass(frozen=True)
-class Learn:
-    """How rotations are learned.
-
-    objective: see `qrot.learn.objectives`. optimiser: see `qrot.learn.stiefel`.
-    learning_rate: at the first step; `schedule` takes it to 0 at the last, or not at all.
-    batch: windows of `length` tokens in a step for cross_entropy; captured vectors a site and layer
-      for reconstruction.
-    start: the random rotation that learning starts from.
-    weight_bits: bits of the weights in training: fewer bits for rotations that are used with
-      rounded weights, 16 for weights that another method (GPTQ) will round. None: as the scheme.
-    shifts: whether to quantise around each site's mean (`qrot.rotation.rotations.Shifts`).
-    learn_clips: whether the clip ratios are learned beside the rotations.
-    clip_norm: bound on the global norm of the gradient; None for no bound.
-    held_out: windows of the calibration text that are never trained on; they choose the best.
-    evaluate_every, checkpoint_every: steps between looks at them and between checkpoints.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    objective: Literal["cross_entropy", "reconstruction"] = "cross_entropy"
-    optimiser: Literal["cayley_sgd", "cayley_adam", "cayley_muon", "qr_sgd", "qr_adam"] = (
-        "cayley_muon"
-    )
-    learning_rate: float = 0.1
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    steps: int = 20
-    batch: int = 2
-    length: int = 512
-    start: Literal["hadamard", "orthogonal", "identity"] = "hadamard"
-    weight_bits: int | None = None
-    shifts: bool = True
-    learn_clips: bool = True
-    clip_norm: float | None = 1.0
-    held_out: int = 4
-    evaluate_every: int = 5
-    checkpoint_every: int = 5
-
-    def __post_init__(self):
-        if not 0 < self.learning_rate < math.inf:
-            raise InputError(f"learn.learning_rate: {self.learning_rate} is not positive")
-        for name in ("steps", "batch", "held_out", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"learn.{name}: {getattr(self, name)} is not positive")
-        if self.weight_bits is not None and not 2 <= self.weight_bits <= OFF:
-            raise InputError(f"learn.weight_bits: {self.weight_bits} is outside 2 to {OFF}")
 
 
 @struct.dataclass
@@ -117,7 +78,6 @@ def learn(
     uninterrupted run arrives. progress is told (steps done, steps in all, metrics of the step).
     Raises InputError where the text is too short.
     """
-    objective = OBJECTIVES[settings.objective]
     scheme = training_scheme(model, scheme, settings, sites, seed)
     rows = cut_windows(tokens, Windows(settings.length, None))
     if len(rows) <= settings.held_out:
@@ -126,95 +86,105 @@ def learn(
             f"of them held out (learn.held_out: {settings.held_out})"
         )
     held_out, rows = rows[: settings.held_out], rows[settings.held_out :]
-    start = initial(model, rows, settings, scheme, sites, seed)
-    batches = _token_batches if objective.batch == "tokens" else _captured_batches
-    batch_of, held_out_batches = batches(model, rows, held_out, settings, seed)
-    evaluate = jax.jit(objective.loss, static_argnums=(3, 4))
-
-    def held_out_loss(learned: Learned) -> float:
-        losses = [
-            evaluate(learned, model.params, b, model.config, scheme) for b in held_out_batches
-        ]
-        return float(np.mean([float(loss) for loss in losses]))
-
-    state = State(
-        step=np.int64(0),
-        learned=start,
-        optimiser=make_optimiser(settings, 1.0).init(cast(Any, start)),
-        best=start,
-        best_loss=np.float64(math.inf),
-        start_loss=np.float64(math.inf),
-        slowdown=np.float64(1.0),
-    )
+    if settings.compute_dtype != "float32":
+        narrow = jnp.dtype(settings.compute_dtype)
+        model = model.replace(params=jax.tree.map(lambda x: x.astype(narrow), model.params))
     keep_one: Any = ocp.training.preservation_policies.LatestN(1)
     with ocp.training.Checkpointer(
         str((folder / "checkpoint").absolute()), preservation_policy=keep_one
     ) as checkpoints:
-        state = _restore(checkpoints, state)
+        state = _restore(checkpoints, model, settings, scheme, sites, seed)
         metrics_file = folder / "metrics.jsonl"
-        _forget_after(metrics_file, int(state.step))
-        if int(state.step) == 0:
-            loss = held_out_loss(start)
-            state = state.replace(best_loss=np.float64(loss), start_loss=np.float64(loss))
-            _append(metrics_file, {"step": 0, "held_out": loss})
+        _forget_after(metrics_file, 0 if state is None else int(state.step))
+        if state is not None and int(state.step) >= settings.steps:
+            return state.best
+        captured, shifts = _capture(model, rows, settings, seed)
+        batch_of, judged = make_batches(model, rows, held_out, captured, settings, seed)
+
+        def held_out_loss(learned: Learned) -> float:
+            losses = [
+                _loss(learned, model.params, batch, model.config, settings, scheme)
+                for batch in judged
+            ]
+            return float(np.mean([float(loss) for loss in losses]))
+
+        before = total_steps(settings) - settings.steps
+        if state is None:
+            if settings.start == "fisher":
+                (folder / "start").mkdir(exist_ok=True)
+                start = learn(
+                    model,
+                    tokens,
+                    fisher_settings(settings),
+                    scheme,
+                    sites=sites,
+                    seed=seed,
+                    folder=folder / "start",
+                    progress=lambda step, _, told: progress(step, before + settings.steps, told),
+                )
+            else:
+                draws = [
+                    starting_point(model, settings, scheme, sites, n, shifts, captured)
+                    for n in range(seed, seed + settings.draws * FAR, FAR)
+                ]
+                start = min(draws, key=held_out_loss) if len(draws) > 1 else draws[0]
+            loss = np.float64(held_out_loss(start))
+            state = _first_state(start, settings, loss)
+            _append(metrics_file, {"step": 0, "held_out": float(loss)})
         while int(state.step) < settings.steps:
             state, metrics = _one_step(state, batch_of, held_out_loss, model, settings, scheme)
             _append(metrics_file, metrics)
             step = int(state.step)
             if step % settings.checkpoint_every == 0 or step == settings.steps:
                 _save(checkpoints, folder, state)
-            progress(step, settings.steps, metrics)
+            progress(before + step, before + settings.steps, metrics)
     return state.best
 
 
-def training_scheme(
-    model: Model, scheme: Scheme, settings: Learn, sites: RotationSites, seed: int
-) -> Scheme:
-    """The scheme that training sees: `weight_bits`, and one clip ratio in place of a search.
-
-    Searching a clip ratio for every channel at every step would cost more than the step. The mean
-    ratio that the search finds on the starting rotation's weights stands in for it.
-    """
-    if settings.weight_bits is not None:
-        weights = replace(scheme.weights, bits=settings.weight_bits)
-        overrides = tuple(replace(o, weights=None) for o in scheme.overrides)
-        overrides = tuple(o for o in overrides if o.changes)
-        scheme = replace(scheme, weights=weights, overrides=overrides)
-    if scheme.weights.on and scheme.weights.clip == "mse":
-        start = random_rotations(model.config, seed, kind=settings.start, sites=sites)
-        params, _, _ = fuse(model.params, start, model.config)
-        clip = round(float(mean_best_clip(params, scheme)), 3)
-        scheme = replace(scheme, weights=replace(scheme.weights, clip=clip))
-    return scheme
+def _first_state(start: Learned, settings: Learn, loss: np.float64) -> State:
+    return State(
+        step=np.int64(0),
+        learned=start,
+        optimiser=make_optimiser(settings, 1.0).init(cast(Any, start)),
+        best=start,
+        best_loss=loss,
+        start_loss=loss,
+        slowdown=np.float64(1.0),
+    )
 
 
-def initial(model: Model, rows, settings: Learn, scheme: Scheme, sites, seed: int) -> Learned:
-    """Where learning starts: random rotations, the sites' means, the scheme's clip ratios."""
-    rotations = random_rotations(model.config, seed, kind=settings.start, sites=sites)
-    shifts = mean_shifts(model, rows) if settings.shifts else None
-    clips = None
-    if settings.learn_clips:
-        layers = model.config.num_hidden_layers
-        of = {"keys": scheme.keys.clip, "values": scheme.values.clip}
-        names = ("qkv", "o", "gate_up", "down", "keys", "values")
-        start = {n: float(of.get(n, scheme.activations.clip)) for n in names}
-        clips = Clips(**{n: jnp.full(layers, ratio) for n, ratio in start.items()})
-    return Learned(rotations, shifts, clips)
+def total_steps(settings: Learn) -> int:
+    """All steps that `learn` tells of, those of a start that is learned itself included."""
+    return settings.steps + (FISHER_STEPS if settings.start == "fisher" else 0)
+
+
+def _capture(
+    model: Model, rows, settings: Learn, seed: int
+) -> tuple[Captured | None, Shifts | None]:
+    """What the objective and the start need to know of the full-precision network."""
+    objective = OBJECTIVES[settings.objective]
+    gradients = objective.gradients or settings.start == "balanced"
+    if objective.batch == "captured" or settings.start in ("pca", "balanced"):
+        rows = rows[: settings.windows]
+        return capture(model, rows, taps=TAPS, seed=seed, gradients=gradients)
+    return None, mean_shifts(model, rows) if settings.shifts else None
 
 
 def make_optimiser(settings: Learn, rate) -> optax.GradientTransformation:
-    """Rotations by the chosen optimiser, clip ratios by Adam, the rest stays.
+    """Rotations by the chosen optimiser, scales and clip ratios by Adam, the rest stays.
 
-    rate: a learning rate, which may be traced; the state does not depend on it. The clip ratios'
-    own rate follows the same schedule, whatever the scale of the optimiser's rates.
+    rate: a learning rate, which may be traced; the state does not depend on it. The rates of scales
+    and clip ratios follow the same schedule, whatever the scale of the optimiser's rates.
     """
     turn = OPTIMISERS[settings.optimiser](rate)
     if settings.clip_norm is not None:
         turn = optax.chain(optax.clip_by_global_norm(settings.clip_norm), turn)
+    relative = rate / settings.learning_rate
     return optax.partition(
         {
             "turn": turn,
-            "clip": optax.adam(rate * (CLIP_RATE / settings.learning_rate)),
+            "clip": optax.adam(relative * CLIP_RATE),
+            "scale": optax.adam(relative * SCALE_RATE),
             "stay": optax.set_to_zero(),
         },
         _labels,
@@ -222,40 +192,57 @@ def make_optimiser(settings: Learn, rate) -> optax.GradientTransformation:
 
 
 def _labels(learned: Learned) -> Learned:
-    def label(leaf):
-        return jax.tree.map(lambda _: "stay", leaf) if isinstance(leaf, Hadamard) else "turn"
+    def label(rotation):
+        if isinstance(rotation, Kronecker):
+            return rotation.replace(signs="stay", left="turn", right="turn")
+        return jax.tree.map(lambda _: "stay" if is_signed(rotation) else "turn", rotation)
 
     return Learned(
-        jax.tree.map(label, learned.rotations, is_leaf=lambda x: isinstance(x, Hadamard)),
+        jax.tree.map(label, learned.rotations, is_leaf=is_signed),
         jax.tree.map(lambda _: "stay", learned.shifts),
         jax.tree.map(lambda _: "clip", learned.clips),
+        jax.tree.map(lambda _: "scale", learned.scales),
     )
-
-
-def rate_at(settings: Learn, step: int) -> float:
-    """The learning rate of a step, counted from 0."""
-    done = step / settings.steps
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-    }
-    return settings.learning_rate * shape[settings.schedule]
 
 
 @partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=(1,))
 def update(learned, optimiser_state, params, batch, rate, config, settings: Learn, scheme: Scheme):
     """One step of gradient descent: (learned, optimiser state, loss, gradient norm)."""
-    objective = OBJECTIVES[settings.objective]
-    loss, gradient = jax.value_and_grad(objective.loss)(learned, params, batch, config, scheme)
-    optimiser = make_optimiser(settings, rate)
-    change, optimiser_state = optimiser.update(gradient, optimiser_state, learned)
-    turning = Learned(gradient.rotations.replace(key=None, down=None), None, gradient.clips)
+    loss, gradient = _loss_and_gradient(learned, params, batch, config, settings, scheme)
+    change, optimiser_state = make_optimiser(settings, rate).update(
+        gradient, optimiser_state, learned
+    )
+    moving = jax.tree.map(
+        lambda g, label: 0.0 if label == "stay" else g, gradient, _labels(learned)
+    )
     learned = optax.apply_updates(learned, change)
     if learned.clips is not None:
         clips = jax.tree.map(lambda c: jnp.clip(c, 0.3, 1.0), learned.clips)
         learned = learned.replace(clips=clips)
-    return learned, optimiser_state, loss, optax.tree.norm(turning)
+    return learned, optimiser_state, loss, optax.tree.norm(moving)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _loss(learned, params, batch, config, settings: Learn, scheme: Scheme):
+    objective = OBJECTIVES[settings.objective]
+    options = {"remat": settings.remat} if objective.batch == "tokens" else {}
+    return objective.loss(learned, params, batch, config, scheme, **options)
+
+
+def _loss_and_gradient(learned, params, batch, config, settings: Learn, scheme: Scheme):
+    """Both as means over the parts of the batch, which are gone through one by one."""
+
+    def one(part):
+        return jax.value_and_grad(_loss)(learned, params, part, config, settings, scheme)
+
+    if settings.accumulate == 1:
+        return one(batch)
+    parts = batch.reshape(settings.accumulate, -1, batch.shape[1])
+    zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), learned))
+    total, _ = jax.lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None), zero, parts
+    )
+    return jax.tree.map(lambda x: x / settings.accumulate, total)
 
 
 def _one_step(state: State, batch_of, held_out_loss, model: Model, settings: Learn, scheme):
@@ -301,36 +288,6 @@ def _one_step(state: State, batch_of, held_out_loss, model: Model, settings: Lea
     return state, metrics
 
 
-def _token_batches(model: Model, rows, held_out, settings: Learn, seed: int):
-    """(step -> rows to train on, batches of held-out rows)."""
-    size = min(settings.batch, len(rows))
-
-    def batch_of(step: int):
-        return jnp.asarray(rows[_drawn(len(rows), size, seed, step)])
-
-    return batch_of, [jnp.asarray(held_out[i : i + size]) for i in range(0, len(held_out), size)]
-
-
-def _captured_batches(model: Model, rows, held_out, settings: Learn, seed: int):
-    """(step -> site inputs to train on, batches of held-out site inputs)."""
-    site_inputs = capture(model, rows, settings.batch * settings.steps, seed)
-    vectors = site_inputs["qkv"].shape[1]
-    size = min(settings.batch, vectors)
-
-    def batch_of(step: int):
-        order = _drawn(vectors, size, seed, step)
-        return {name: jnp.asarray(x[:, order]) for name, x in site_inputs.items()}
-
-    judged = capture(model, held_out, 2 * settings.batch, seed)
-    return batch_of, [{name: jnp.asarray(x) for name, x in judged.items()}]
-
-
-def _drawn(count: int, size: int, seed: int, step: int) -> Int[np.ndarray, " size"]:
-    """Which of `count` make up a step's batch: all once an epoch, by seed and step alone."""
-    epoch, place = divmod(step * size, count - count % size)
-    return np.random.default_rng((seed, epoch)).permutation(count)[place : place + size]
-
-
 def _leaves(state: State) -> dict[str, Any]:
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
 
@@ -344,12 +301,18 @@ def _save(checkpoints, folder: Path, state: State) -> None:
     checkpoints.save(int(state.step), leaves)
 
 
-def _restore(checkpoints, state: State) -> State:
+def _restore(checkpoints, model: Model, settings: Learn, scheme, sites, seed: int) -> State | None:
+    """The state of the last checkpoint, if there is one."""
     if checkpoints.latest is None:
-        return state
-    saved = checkpoints.load(checkpoints.latest.step, _leaves(state))
+        return None
+    # Any start has the leaves that the checkpoint has; a random one costs nothing.
+    plain = replace(settings, start="hadamard", draws=1)
+    shifts = no_shifts(model.config)
+    start = starting_point(model, plain, scheme, sites, seed, shifts, None)
+    like = _first_state(start, settings, np.float64(0))
+    saved = checkpoints.load(checkpoints.latest.step, _leaves(like))
     leaves = [saved[str(i)] for i in range(len(saved))]
-    kept = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    kept = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return kept.replace(
         learned=jax.tree.map(jnp.asarray, kept.learned),
         optimiser=jax.tree.map(jnp.asarray, kept.optimiser),

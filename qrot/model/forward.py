@@ -18,17 +18,20 @@ from jaxtyping import Array, Float, Int
 from qrot.grid import LayerScheme, Scheme, fake_quantise, segments
 from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.params import Layers, Linear, Params
-from qrot.rotation.rotations import Clips, Rotations, Shifts, per_head, rotate, unrotate
+from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate, unrotate
+from qrot.rotation.sites import layer_sites
 
 
 @struct.dataclass
-class _PerLayer:
-    """What one step of the scan reads besides the layer's weights."""
+class PerLayer:
+    """What a layer reads besides its weights; the same with a leading axis for all layers."""
 
-    value: Any  # the value rotation
-    shifts: Shifts
-    clips: Clips
-    window: Any
+    turns: Any = struct.field(default_factory=dict)  # rotations of its own, by site
+    shifts: Shifts = struct.field(default_factory=Shifts)
+    clips: Clips = struct.field(default_factory=Clips)
+    scales: Scales = struct.field(default_factory=Scales)
+    window: Any = None
+    nudges: Any = None  # by site [taps, ...]: added at the tapped positions, to differentiate by
 
 
 def forward(
@@ -40,7 +43,8 @@ def forward(
     scheme: Scheme | None = None,
     shifts: Shifts | None = None,
     clips: Clips | None = None,
-    prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
+    scales: Scales | None = None,
+    prepare: Callable[[Layers, Rotations, Scales, LayerScheme], Layers] | None = None,
     remat: bool = False,
     dtype: Any = None,
 ) -> Float[Array, "batch length vocab"]:
@@ -52,7 +56,8 @@ def forward(
     rotations: either fused into params, then only key and down act here, online; or not, then each
       site computes Q(x R) R^T, which is what the fused network computes as long as its weights are
       not quantised, without touching a weight.
-    prepare: applied to each layer's weights before use, with the rotations of that layer.
+    scales: of rotations that are not fused; once fused they are in the weights.
+    prepare: applied to each layer's weights before use, with that layer's rotations and scales.
     remat: recompute each layer in the backward pass instead of storing its intermediates.
     dtype: of the computation; the parameters' own if None.
     """
@@ -65,6 +70,7 @@ def forward(
         scheme=scheme,
         shifts=shifts,
         clips=clips,
+        scales=scales,
         prepare=prepare,
         remat=remat,
         dtype=dtype,
@@ -81,7 +87,8 @@ def forward_with_taps(
     scheme: Scheme | None = None,
     shifts: Shifts | None = None,
     clips: Clips | None = None,
-    prepare: Callable[[Layers, Rotations, LayerScheme], Layers] | None = None,
+    scales: Scales | None = None,
+    prepare: Callable[[Layers, Rotations, Scales, LayerScheme], Layers] | None = None,
     remat: bool = False,
     dtype: Any = None,
 ) -> tuple[Float[Array, "batch length vocab"], dict[str, Float[Array, "layers taps ..."]]]:
@@ -93,10 +100,10 @@ def forward_with_taps(
     rotations = rotations or Rotations()
     scheme = scheme or Scheme()
     dtype = dtype or params.embed.dtype
-    length = tokens.shape[1]
-    rope = rope_table(config, length, jnp.promote_types(dtype, jnp.float32))
-    windows = None if config.sliding_window is None else jnp.asarray(config.sliding_window)
-    per_layer = _PerLayer(rotations.value, shifts or Shifts(), clips or Clips(), windows)
+    rope, windows = tables(config, tokens.shape[1], dtype)
+    own = PerLayer(
+        by_layer(rotations), shifts or Shifts(), clips or Clips(), scales or Scales(), windows
+    )
 
     hidden = jnp.take(params.embed, tokens, axis=0).astype(dtype)
     if rotations.fused:
@@ -106,82 +113,104 @@ def forward_with_taps(
 
         def step(h, inputs, grids=grids):
             layer, own = inputs
-            turns = rotations.replace(value=own.value)
+            turns = rotations.replace(**own.turns)
             if prepare is not None:
-                layer = prepare(layer, turns, grids)
-            return _layer(h, layer, own, turns, grids, scheme, config, rope, taps)
+                layer = prepare(layer, turns, own.scales, grids)
+            return decoder_layer(h, layer, own, turns, grids, scheme, config, rope, taps)
 
         if remat:
             step = jax.checkpoint(step, prevent_cse=False)
-        inputs = (params.layers, per_layer)
+        inputs = (params.layers, own)
         if (start, stop) != (0, config.num_hidden_layers):
             inputs = jax.tree.map(lambda x, a=start, b=stop: x[a:b], inputs)
         hidden, seen = jax.lax.scan(step, hidden, inputs)
         tapped.append(seen)
-    hidden = rms_norm(hidden, params.norm, config.rms_norm_eps)
-    if rotations.fused:
-        hidden = unrotate(hidden, rotations.residual)
-    head = params.embed.T if params.head is None else params.head
-    logits = hidden @ head.astype(dtype)
+    logits = project(hidden, params, config, rotations)
     return logits, jax.tree.map(lambda *runs: jnp.concatenate(runs), *tapped)
 
 
-def _layer(h, layer: Layers, own: _PerLayer, rotations, grids, scheme, config, rope, taps):
-    """One decoder layer: hidden states in and out, and the tapped site inputs."""
+def tables(config: ModelConfig, length: int, dtype) -> tuple[tuple[Array, Array], Any]:
+    """(cos and sin of the positions, sliding window of each layer or None)."""
+    rope = rope_table(config, length, jnp.promote_types(dtype, jnp.float32))
+    return rope, None if config.sliding_window is None else jnp.asarray(config.sliding_window)
+
+
+def project(
+    hidden: Float[Array, "batch length hidden"],
+    params: Params,
+    config: ModelConfig,
+    rotations: Rotations | None = None,
+) -> Float[Array, "batch length vocab"]:
+    """Logits of the last layer's output."""
+    hidden = rms_norm(hidden, params.norm, config.rms_norm_eps)
+    if rotations is not None and rotations.fused:
+        hidden = unrotate(hidden, rotations.residual)
+    head = params.embed.T if params.head is None else params.head
+    return hidden @ head.astype(hidden.dtype)
+
+
+def decoder_layer(
+    h: Float[Array, "batch length hidden"],
+    layer: Layers,
+    own: PerLayer,
+    rotations: Rotations,
+    grids: LayerScheme,
+    scheme: Scheme,
+    config: ModelConfig,
+    rope: tuple[Array, Array],
+    taps: Int[Array, " taps"] | None = None,
+) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
+    """One layer (no `layers` axis anywhere): hidden states in and out, and its tapped sites."""
     eps, seen = config.rms_norm_eps, {}
     # What is fused is not turned again; what is turned here is turned back after rounding.
-    residual = None if rotations.fused else rotations.residual
-    value = None if rotations.fused else rotations.value
-    down = rotations.down
+    sites = layer_sites(rotations, own.scales, config.head_dim)
+
+    def heads(x):
+        return x.reshape(*x.shape[:-1], -1, config.head_dim)
 
     def tap(name: str, x, features: int = 1):
-        if taps is not None:
-            seen[name] = x.reshape(-1, *x.shape[x.ndim - features :])[taps]
+        if taps is None:
+            return x
+        flat = x.reshape(-1, *x.shape[x.ndim - features :])
+        seen[name] = flat[taps]
+        return x if own.nudges is None else flat.at[taps].add(own.nudges[name]).reshape(x.shape)
 
-    def quantise(x, name: str, grid, turn=None):
-        clip = getattr(own.clips, name)
+    def quantise(name: str, x):
+        """Round what is in the site's basis already."""
+        grid, clip = getattr(grids, name), getattr(own.clips, name)
         shift = getattr(own.shifts, name, None)
         if shift is None:
             return fake_quantise(x, grid, clip=clip, scale_gradient=scheme.scale_gradient)
-        shift = shift.astype(x.dtype) if turn is None else turn(shift.astype(x.dtype))
+        shift = shift.astype(x.dtype)
+        if not rotations.fused:  # fused shifts are in that basis, too
+            shift = sites[name].go(shift)
         rounded = fake_quantise(x - shift, grid, clip=clip, scale_gradient=scheme.scale_gradient)
         return rounded + shift
 
-    def residual_site(name: str, x, grid):
-        tap(name, x)
-        if not grid.on:
-            return x
-        x = quantise(rotate(x, residual), name, grid, lambda mu: rotate(mu, residual))
-        return unrotate(x, residual)
+    def round_trip(name: str, x):
+        site = sites[name]
+        return site.back(quantise(name, site.go(x))) if getattr(grids, name).on else x
 
-    x = residual_site("qkv", rms_norm(h, layer.attention_norm, eps), grids.qkv)
-    q, k, v = (
-        linear(x, w).reshape(*x.shape[:-1], -1, config.head_dim)
-        for w in (layer.q, layer.k, layer.v)
-    )
+    x = round_trip("qkv", tap("qkv", rms_norm(h, layer.attention_norm, eps)))
+    q, k, v = (heads(linear(x, weight)) for weight in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
     q, k = apply_rope(q, rope), apply_rope(k, rope)
-    tap("keys", k, 2)
-    tap("values", v, 2)
+    k, v = tap("keys", k, 2), tap("values", v, 2)
     if grids.keys.on:
-        q, k = rotate(q, rotations.key), rotate(k, rotations.key)
-    k = quantise(k, "keys", grids.keys)
-    v = quantise(rotate(v, value), "values", grids.values)
-    x = attention(q, k, v, own.window)
-    tap("o", per_head(unrotate, x, value, config.head_dim))
-    x = quantise(x, "o", grids.o, lambda mu: per_head(rotate, mu, value, config.head_dim))
-    h = h + linear(per_head(unrotate, x, value, config.head_dim), layer.o)
+        q, k = sites["keys"].dual(q), quantise("keys", sites["keys"].go(k))
+    v = quantise("values", sites["values"].go(v))
+    x = attention(q, k, v, own.window)  # in the basis of the values
+    if taps is not None:
+        x = sites["o"].go(tap("o", sites["o"].back(x)))
+    h = h + linear(sites["o"].back(quantise("o", x)), layer.o)
 
-    x = residual_site("gate_up", rms_norm(h, layer.mlp_norm, eps), grids.gate_up)
-    x = jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up)
-    tap("down", x)
-    if rotations.fused:
-        x = quantise(rotate(x, down), "down", grids.down)
-    elif grids.down.on:
-        x = unrotate(
-            quantise(rotate(x, down), "down", grids.down, lambda mu: rotate(mu, down)), down
-        )
+    x = round_trip("gate_up", tap("gate_up", rms_norm(h, layer.mlp_norm, eps)))
+    x = tap("down", jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up))
+    if rotations.fused:  # the weights hold the way back
+        x = quantise("down", sites["down"].go(x))
+    else:
+        x = round_trip("down", x)
     return h + linear(x, layer.down), seen
 
 

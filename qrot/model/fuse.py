@@ -16,7 +16,19 @@ from jaxtyping import Array, Float
 
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Linear, Model, Params
-from qrot.rotation.rotations import Rotations, Shifts, per_head, rotate
+from qrot.rotation.rotations import (
+    Hadamard,
+    Kronecker,
+    Rotations,
+    Scales,
+    Shifts,
+    by_layer,
+    is_signed,
+    over_heads,
+    per_head,
+    rotate,
+)
+from qrot.rotation.sites import layer_sites, pairs, scale, unscale
 
 
 def untie(params: Params) -> Params:
@@ -61,12 +73,19 @@ def _times(weight, scale):
     return (weight.astype(wide) * scale.astype(wide)).astype(weight.dtype)
 
 
-def rotate_layer(layer: Layers, rotations: Rotations, config: ModelConfig) -> Layers:
+def rotate_layer(
+    layer: Layers, rotations: Rotations, config: ModelConfig, scales: Scales | None = None
+) -> Layers:
     """Fuse rotations into the weights of one layer (no `layers` axis), in the weights' own dtype.
 
-    rotations: with the value rotation of this layer. With row vectors a reading weight becomes
-    R^T W, a writing weight W R, a writing bias b R. Differentiable; `fuse` calls it in float64.
+    rotations: with those that this layer has of its own; scales: of this layer. With row vectors a
+    reading weight becomes R^T W, a writing weight W R, a writing bias b R; then what is read is
+    divided by e^scales and what is written multiplied, a norm being what writes for the layers
+    after it. Differentiable; `fuse` calls it in float64.
     """
+    scales = scales or Scales()
+    if scales.down is not None:
+        layer = layer.replace(up=_write(layer.up, scales.down), down=_read(layer.down, scales.down))
     residual, value = rotations.residual, rotations.value
 
     def read(linear: Linear, rotation, split=rotate) -> Linear:
@@ -79,7 +98,7 @@ def rotate_layer(layer: Layers, rotations: Rotations, config: ModelConfig) -> La
     def heads(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
         return per_head(rotate, x, rotation, config.head_dim)
 
-    return layer.replace(
+    layer = layer.replace(
         q=read(layer.q, residual),
         k=read(layer.k, residual),
         v=write(read(layer.v, residual), value, heads),
@@ -88,6 +107,46 @@ def rotate_layer(layer: Layers, rotations: Rotations, config: ModelConfig) -> La
         up=read(layer.up, residual),
         down=write(read(layer.down, rotations.down), residual),
     )
+    return _scale_layer(layer, scales, config)
+
+
+def _scale_layer(layer: Layers, scales: Scales, config: ModelConfig) -> Layers:
+    """All of the scales of one layer but those of down, which go in before the rotation."""
+    qkv, gate_up, keys, values = scales.qkv, scales.gate_up, scales.keys, scales.values
+    q, k, v, o = layer.q, layer.k, layer.v, layer.o
+    if keys is not None and layer.q_norm is not None:
+        layer = layer.replace(
+            q_norm=unscale(layer.q_norm, pairs(keys, 1)[0]),
+            k_norm=scale(layer.k_norm, pairs(keys, 1)[0]),
+        )
+    elif keys is not None:
+        q = _write(q, -pairs(keys, config.num_attention_heads).ravel())
+        k = _write(k, pairs(keys, config.num_key_value_heads).ravel())
+    if values is not None:
+        v = _write(v, values.ravel())
+        o = _read(o, over_heads(values, config.num_attention_heads).ravel())
+    return layer.replace(
+        attention_norm=scale(layer.attention_norm, qkv),
+        mlp_norm=scale(layer.mlp_norm, gate_up),
+        q=_read(q, qkv),
+        k=_read(k, qkv),
+        v=_read(v, qkv),
+        o=o,
+        gate=_read(layer.gate, gate_up),
+        up=_read(layer.up, gate_up),
+    )
+
+
+def _read(linear: Linear, log) -> Linear:
+    """A layer whose input comes e^log times as large."""
+    if log is None:
+        return linear
+    return linear.replace(weight=unscale(linear.weight, log[:, None]))
+
+
+def _write(linear: Linear, log) -> Linear:
+    """A layer whose output is to be e^log times as large."""
+    return jax.tree.map(lambda x: scale(x, log), linear)
 
 
 def fuse(
@@ -95,8 +154,9 @@ def fuse(
     rotations: Rotations,
     config: ModelConfig,
     shifts: Shifts | None = None,
+    scales: Scales | None = None,
 ) -> tuple[Params, Rotations, Shifts | None]:
-    """Multiply rotations into the weights, in float64, and cast once to the weights' dtype.
+    """Multiply rotations and scales into the weights, in float64, and cast once to their dtype.
 
     params: folded (`fold_norms`). Returns the fused parameters, what is left to do online (key, and
     down whose inverse is in the weights now), and the shifts in the rotated basis. The function of
@@ -108,37 +168,44 @@ def fuse(
     if params.head is None or not all((norm == 1).all() for norm in norms):
         raise ValueError("the norms of these parameters are not folded: call fold_norms first")
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: _orthogonal(jnp.asarray(x, jnp.float64)), rotations)
-        layers = _fuse_layers(params.layers, wide, config)
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (rotations, shifts, scales))
+        wide, shifts, scales = jax.tree.map(_orthogonal, wide[0], is_leaf=is_signed), *wide[1:]
+        layers = _fuse_layers(params.layers, wide, scales or Scales(), config)
         embed = _fuse_rows(params.embed, wide.residual)
         head = _fuse_rows(params.head.T, wide.residual).T
         if shifts is not None:
-            turned = rotate_shifts(jax.tree.map(jnp.float64, shifts), wide, config)
+            turned = rotate_shifts(shifts, wide, config, scales)
             shifts = jax.tree.map(jnp.float32, turned)
     online = Rotations(key=rotations.key, down=rotations.down, fused=True)
     return params.replace(layers=layers, embed=embed, head=head), online, shifts
 
 
 @jax.jit
-def _orthogonal(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _orthogonal(rotation):
     """Bring matrices that are orthogonal to within float32 there within float64.
 
     One Newton-Schulz step, R (3 I - R^T R) / 2, squares the error. Signs stay as they are.
     """
-    if x.ndim < 2:
-        return x
-    return 1.5 * x - 0.5 * x @ (x.mT @ x)
+    if isinstance(rotation, Hadamard):
+        return rotation
+    if isinstance(rotation, Kronecker):
+        left, right = _orthogonal(rotation.left), _orthogonal(rotation.right)
+        return rotation.replace(left=left, right=right)
+    return 1.5 * rotation - 0.5 * rotation @ (rotation.mT @ rotation)
 
 
-@partial(jax.jit, static_argnums=2)
-def _fuse_layers(layers: Layers, rotations: Rotations, config: ModelConfig) -> Layers:
+@partial(jax.jit, static_argnums=3)
+def _fuse_layers(
+    layers: Layers, rotations: Rotations, scales: Scales, config: ModelConfig
+) -> Layers:
     def fuse_one(inputs):
-        layer, value = inputs
+        layer, turns, scales = inputs
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), layer)
-        wide = rotate_layer(wide, rotations.replace(value=value), config)
+        wide = rotate_layer(wide, rotations.replace(**turns), config, scales)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, layer)
 
-    return jax.lax.map(fuse_one, (layers, rotations.value))  # one layer in float64 at a time
+    # one layer in float64 at a time
+    return jax.lax.map(fuse_one, (layers, by_layer(rotations), scales))
 
 
 @jax.jit
@@ -149,20 +216,15 @@ def _fuse_rows(x: Float[Array, "rows n"], rotation) -> Float[Array, "rows n"]:
     return jax.lax.map(fuse_one, x, batch_size=4096)
 
 
-def rotate_shifts(shifts: Shifts, rotations: Rotations, config: ModelConfig) -> Shifts:
+def rotate_shifts(
+    shifts: Shifts, rotations: Rotations, config: ModelConfig, scales: Scales | None = None
+) -> Shifts:
     """The same shifts in the basis of the rotated activations, as fused weights read them."""
 
-    o = shifts.o
-    if o is not None and rotations.value is not None:
-        o = jax.vmap(lambda mu, turn: per_head(rotate, mu, turn, config.head_dim))(
-            o, rotations.value
-        )
-    turned = {
-        name: None if shift is None else rotate(shift, rotation)
-        for name, shift, rotation in (
-            ("qkv", shifts.qkv, rotations.residual),
-            ("gate_up", shifts.gate_up, rotations.residual),
-            ("down", shifts.down, rotations.down),
-        )
-    }
-    return Shifts(o=o, **turned)
+    def one_layer(inputs):
+        shifts, scales, own = inputs
+        sites = layer_sites(rotations.replace(**own), scales, config.head_dim)
+        turned = {n: None if mu is None else sites[n].go(mu) for n, mu in vars(shifts).items()}
+        return Shifts(**turned)
+
+    return jax.vmap(one_layer)((shifts, scales or Scales(), by_layer(rotations)))

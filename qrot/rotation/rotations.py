@@ -1,9 +1,10 @@
-"""The rotations of a model, as one pytree, and how each kind is applied.
+"""The rotations of a model, as one pytree, what goes beside them, and how each kind is applied.
 
-A rotation R acts on row vectors, x -> x R. It comes in one of three forms:
+A rotation R acts on row vectors, x -> x R. It comes in one of four forms:
 - a dense matrix [n, n];
 - blocks [n / b, b, b], each acting on its own b neighbours;
-- `Hadamard`: random signs followed by the fast Walsh-Hadamard transform, never held as a matrix.
+- `Hadamard`: random signs followed by the fast Walsh-Hadamard transform, never held as a matrix;
+- `Kronecker`: random signs followed by the product of two small matrices.
 """
 
 from __future__ import annotations
@@ -29,13 +30,25 @@ class Hadamard:
 
 
 @struct.dataclass
+class Kronecker:
+    """R = diag(signs) (left x right): n (a + b) products a vector in place of n^2, n = a b."""
+
+    signs: Any  # [..., n], +1 or -1
+    left: Any  # [..., a, a]
+    right: Any  # [..., b, b]
+
+
+@struct.dataclass
 class Rotations:
     """Rotations by site; a site that is None is left alone.
 
     residual: R1, the residual stream, one for the model [hidden, hidden].
-    value: R2, the value heads, one a layer [layers, head_dim, head_dim].
-    key: R3, queries and keys after the rotary embedding, always online [head_dim].
-    down: R4, the input of down_proj, always online [intermediate].
+    value: R2, the value heads, one a layer [layers, head_dim, head_dim], or one for each kv head,
+      in blocks [layers, kv_heads, head_dim / b, b, b].
+    key: R3, queries and keys after the rotary embedding, always online: a `Hadamard` for all
+      layers, or learned, in the last of the forms of value.
+    down: R4, the input of down_proj, always online: a `Hadamard` for all layers, or learned, one
+      a layer: a `Kronecker`, or blocks [layers, intermediate / b, b, b].
     fused: whether the weights already hold residual, value and the inverse of down (`qrot.model.
       fuse`). If not, the forward pass rotates a site's activations, quantises and rotates back.
     """
@@ -60,6 +73,22 @@ class Shifts:
 
 
 @struct.dataclass
+class Scales:
+    """Natural logarithms of factors f by channel, beside the rotations (OSTQuant, 2025).
+
+    A grid sees (x R) f, and the weight that reads it is divided by f; nothing is left to do at run
+    time. Each may be None.
+    """
+
+    qkv: Any = None  # [layers, hidden], after R1; the scale of the norm before
+    gate_up: Any = None  # [layers, hidden], after R1; the scale of the norm before
+    down: Any = None  # [layers, intermediate], before R4; in up_proj
+    # One a pair of channels that RoPE turns, and before R3; 1 for kv_heads if a norm shares them.
+    keys: Any = None  # [layers, kv_heads or 1, head_dim / 2]; in k_proj, and inverted in q_proj
+    values: Any = None  # [layers, kv_heads, head_dim], after R2; in v_proj
+
+
+@struct.dataclass
 class Clips:
     """Clip ratios by site, instead of the grid's; each [layers] or None."""
 
@@ -71,12 +100,24 @@ class Clips:
     values: Any = None
 
 
+@struct.dataclass
+class Learned:
+    """All that is put on a model; what an optimiser moves is for `qrot.learn` to say."""
+
+    rotations: Rotations
+    shifts: Shifts | None = None
+    clips: Clips | None = None
+    scales: Scales | None = None
+
+
 def rotate(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
     """x R, in x's dtype; x itself where the rotation is None."""
     if rotation is None:
         return x
     if isinstance(rotation, Hadamard):
         return fwht(x * rotation.signs.astype(x.dtype), block=rotation.block)
+    if isinstance(rotation, Kronecker):
+        return _kronecker(x * rotation.signs.astype(x.dtype), rotation.left, rotation.right)
     return _product(x, rotation, "...i,ij->...j", "...bi,bij->...bj")
 
 
@@ -86,14 +127,50 @@ def unrotate(x: Float[Array, "*batch n"], rotation) -> Float[Array, "*batch n"]:
         return x
     if isinstance(rotation, Hadamard):
         return fwht(x, block=rotation.block, transpose=True) * rotation.signs.astype(x.dtype)
+    if isinstance(rotation, Kronecker):
+        turned = _kronecker(x, rotation.left.mT, rotation.right.mT)
+        return turned * rotation.signs.astype(x.dtype)
     return _product(x, rotation, "...j,ij->...i", "...bj,bij->...bi")
 
 
 def per_head(
     turn: Callable, x: Float[Array, "*batch n"], rotation, head_dim: int
 ) -> Float[Array, "*batch n"]:
-    """`rotate` or `unrotate` (turn) each run of head_dim values by the same rotation."""
-    return turn(x.reshape(*x.shape[:-1], -1, head_dim), rotation).reshape(x.shape)
+    """`rotate` or `unrotate` (turn) each run of head_dim values.
+
+    rotation: the same for all heads, or blocks for each kv head [kv_heads, head_dim / b, b, b],
+    which then serve as many query heads each as there are.
+    """
+    heads = x.reshape(*x.shape[:-1], -1, head_dim)
+    if getattr(rotation, "ndim", 0) == 4:
+        each = over_heads(rotation, heads.shape[-2])
+        return jax.vmap(turn, in_axes=(-2, 0), out_axes=-2)(heads, each).reshape(x.shape)
+    return turn(heads, rotation).reshape(x.shape)
+
+
+def over_heads(x: Float[Array, "kv_heads *n"], heads: int) -> Float[Array, "heads *n"]:
+    """What belongs to kv heads (or to one for all), repeated for all the heads that share them."""
+    return jnp.repeat(x, heads // x.shape[0], axis=0)
+
+
+def by_layer(rotations: Rotations) -> dict[str, Any]:
+    """The sites at which each layer has a rotation of its own."""
+    sites = {name: getattr(rotations, name) for name in ("value", "key", "down")}
+    return {name: r for name, r in sites.items() if not isinstance(r, Hadamard)}
+
+
+def is_signed(x: Any) -> bool:
+    """Whether x is a rotation with signs, which are no matrix and are never learned."""
+    return isinstance(x, Hadamard | Kronecker)
+
+
+def _kronecker(x, left, right):
+    split = x.reshape(*x.shape[:-1], left.shape[-1], right.shape[-1])
+    wide = jnp.promote_types(x.dtype, left.dtype)
+    product = jax.lax.Precision.HIGHEST
+    split = jnp.einsum("...ab,bd->...ad", split.astype(wide), right, precision=product)
+    split = jnp.einsum("...ad,ac->...cd", split, left, precision=product)
+    return split.reshape(x.shape).astype(x.dtype)
 
 
 def _product(x, matrix, dense: str, blocks: str):
@@ -111,4 +188,10 @@ def as_matrix(rotation) -> np.ndarray:
     if isinstance(rotation, Hadamard):
         signs = np.asarray(rotation.signs, np.float64)
         return signs[:, None] * hadamard_dense(signs.shape[0], rotation.block)
+    if isinstance(rotation, Kronecker):
+        signs, left, right = (
+            np.asarray(x, np.float64) for x in (rotation.signs, rotation.left, rotation.right)
+        )
+        product = np.einsum("...ac,...bd->...abcd", left, right)
+        return signs[..., None] * product.reshape(*signs.shape, signs.shape[-1])
     return np.asarray(rotation, np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,39 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from qrot.errors import InputError
-from qrot.rotation.rotations import Clips, Hadamard, Rotations, Shifts
+from qrot.rotation.rotations import (
+    Clips,
+    Hadamard,
+    Kronecker,
+    Learned,
+    Rotations,
+    Scales,
+    Shifts,
+    is_signed,
+)
 
-_FORMAT = "qrot rotations 1"
+_FORMAT = "qrot rotations 2"
+_BESIDE = {"shifts": Shifts, "clips": Clips, "scales": Scales}
 
 
-def save_rotations(
-    path: Path,
-    rotations: Rotations,
-    metadata: dict[str, Any],
-    *,
-    shifts: Shifts | None = None,
-    clips: Clips | None = None,
-) -> None:
+def save_rotations(path: Path, learned: Learned, metadata: dict[str, Any]) -> None:
     """Write one safetensors file: float32 tensors by name, and the metadata that say whose it is.
 
-    metadata must hold `model` and `digest` (see `load_rotations`); scheme, objective, seed and the
-    weights it was trained for belong there too.
+    metadata must hold `model` and `digest` (see `load_rotations`); scheme, objective, seed and
+    `trained_weight_bits` belong there too.
     """
     tensors, blocks = {}, {}
-    trees = {"rotations": rotations, "shifts": shifts, "clips": clips}
-    for tree, value in trees.items():
+    for tree, value in vars(learned).items():
         for name, leaf in vars(value).items() if value is not None else ():
-            if isinstance(leaf, Hadamard):
-                tensors[f"{tree}.{name}.signs"] = np.asarray(leaf.signs, np.float32)
-                blocks[name] = leaf.block
-            elif leaf is not None and not isinstance(leaf, bool):
-                tensors[f"{tree}.{name}"] = np.ascontiguousarray(np.asarray(leaf, np.float32))
+            if is_signed(leaf):
+                blocks[name] = getattr(leaf, "block", None)
+                parts = {f".{part}": x for part, x in vars(leaf).items() if part != "block"}
+            else:
+                parts = {"": leaf}
+            for part, x in parts.items():
+                if x is not None and not isinstance(x, bool):
+                    wide = np.ascontiguousarray(np.asarray(x, np.float32))
+                    tensors[f"{tree}.{name}{part}"] = wide
     header = {"format": _FORMAT, "blocks": blocks, **metadata}
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, {key: json.dumps(value) for key, value in header.items()})
@@ -46,12 +53,13 @@ def save_rotations(
 
 
 def load_rotations(
-    path: Path, *, digest: str | None = None
-) -> tuple[Rotations, Shifts | None, Clips | None, dict[str, Any]]:
-    """Read rotations, shifts, clips and metadata back.
+    path: Path, *, digest: str | None = None, weight_bits: int | None = None
+) -> tuple[Learned, dict[str, Any]]:
+    """Read what `save_rotations` wrote, and its metadata.
 
-    digest: of the model to be rotated. Raises InputError where the file is not qrot's, is damaged,
-    or was fitted to another model: a rotation is worth nothing elsewhere.
+    digest: of the model to be rotated. weight_bits: of the weights that it will have; warns where
+    the rotations were learned for others. Raises InputError where the file is not qrot's, is
+    damaged, or was fitted to another model: a rotation is worth nothing elsewhere.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such rotation file")
@@ -69,14 +77,25 @@ def load_rotations(
             f"{path}: fitted to {metadata['model']} ({metadata['digest']}), not to this model "
             f"({digest})"
         )
+    trained = metadata.get("trained_weight_bits")
+    if None not in (trained, weight_bits) and trained != weight_bits:
+        warnings.warn(
+            f"{path} was learned with weights at {trained} bits and is used with weights at "
+            f"{weight_bits} bits: rotations learned for rounded weights suit no other weights, and "
+            "those learned at 16 bits are meant for GPTQ or for weights left alone",
+            stacklevel=2,
+        )
     blocks = metadata.pop("blocks")
-    trees: dict[str, dict[str, Any]] = {"rotations": {}, "shifts": {}, "clips": {}}
+    sites: dict[str, dict[str, Any]] = {tree: {} for tree in ("rotations", *_BESIDE)}
     for name, tensor in tensors.items():
-        tree, site, *form = name.split(".")
-        trees[tree][site] = Hadamard(tensor, blocks[site]) if form else tensor
-    return (
-        Rotations(**trees["rotations"]),
-        Shifts(**trees["shifts"]) if trees["shifts"] else None,
-        Clips(**trees["clips"]) if trees["clips"] else None,
-        metadata,
-    )
+        tree, site, *part = name.split(".")
+        if part:
+            sites[tree].setdefault(site, {})[part[0]] = tensor
+        else:
+            sites[tree][site] = tensor
+    for site, parts in sites["rotations"].items():
+        if isinstance(parts, dict):
+            whole = Kronecker(**parts) if "left" in parts else Hadamard(**parts, block=blocks[site])
+            sites["rotations"][site] = whole
+    beside = {tree: kind(**sites[tree]) if sites[tree] else None for tree, kind in _BESIDE.items()}
+    return Learned(Rotations(**sites["rotations"]), **beside), metadata
