@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -102,6 +103,7 @@ _SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png")
 
 def main() -> None:
     """The console command: bad input is one sentence on stderr and exit code 2."""
+    warnings.showwarning = lambda message, *_: print(f"qrot: warning: {message}", file=sys.stderr)
     try:
         app()
     except InputError as error:

@@ -15,11 +15,12 @@ from models import write_variant
 from qrot.errors import InputError
 from qrot.grid import Grid, Override, Scheme
 from qrot.learn import loop
+from qrot.learn import start as start_module
 from qrot.learn.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import learn, load_history
 from qrot.learn.settings import Learn
-from qrot.learn.start import training_scheme
+from qrot.learn.start import balancing, starting_point, training_scheme
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward, forward_with_taps
 from qrot.model.fuse import fold_norms, fuse
@@ -231,3 +232,97 @@ def test_a_loss_that_is_not_finite_is_rolled_back(model, tokens, tmp_path, monke
 def test_too_short_a_text_is_refused(model, tokens, tmp_path):
     with pytest.raises(InputError, match="held out"):
         run(model, tokens[:32], SHORT, W16A4, tmp_path)
+
+
+@pytest.mark.parametrize("start", ["orthogonal", "identity", "pca", "balanced"])
+def test_every_start_is_orthogonal(model, tokens, tmp_path, start):
+    settings = replace(SHORT, start=start, steps=1)
+    learned = run(model, tokens, settings, W16A4, tmp_path)
+    assert orthogonality_error(learned.rotations.residual) < 1e-5
+    assert orthogonality_error(learned.rotations.value) < 1e-5
+
+
+def test_a_start_can_be_learned_first(model, tokens, tmp_path, monkeypatch):
+    for place in (loop, start_module):
+        monkeypatch.setattr(place, "FISHER_STEPS", 4)
+    told = []
+    settings = replace(SHORT, start="fisher", steps=2)
+    run(model, tokens, settings, W4A4, tmp_path, progress=lambda *said: told.append(said[:2]))
+    assert told == [(i, 6) for i in range(1, 7)]
+    first = load_history(tmp_path / "start" / "metrics.jsonl")
+    assert first[-1]["held_out"] < first[0]["held_out"]
+    # What is done is not done again, nor captured again.
+    monkeypatch.setattr(loop, "capture", None)
+    monkeypatch.setattr(loop, "mean_shifts", None)
+    run(model, tokens, settings, W4A4, tmp_path)
+
+
+def test_balancing_meets_in_the_middle():
+    draw = np.random.default_rng(0)
+    size, felt = (x @ x.T for x in draw.normal(size=(2, 12, 20)))
+    mean = balancing(size, felt)
+    np.testing.assert_allclose(mean @ size @ mean, felt, rtol=1e-6, atol=1e-6)
+
+    def cost(square):  # of rounding x A, A A^T = square
+        return np.trace(size @ square) * np.trace(felt @ np.linalg.inv(square))
+
+    other = draw.normal(size=(12, 12)) * 0.05
+    for near in (mean + other @ other.T, np.eye(12), np.diag(np.diag(mean))):
+        assert cost(near) > cost(mean) * (1 + 1e-6)
+
+
+def test_the_best_of_several_draws_is_where_it_starts(model, tokens, tmp_path):
+    losses = []
+    for draws in (1, 5):
+        folder = tmp_path / str(draws)
+        run(model, tokens, replace(SHORT, draws=draws, steps=1), W16A4, folder)
+        losses.append(load_history(folder / "metrics.jsonl")[0]["held_out"])
+    assert losses[1] < losses[0]
+
+
+def test_all_that_can_be_learned_moves_and_stays_orthogonal(model, tokens, tmp_path):
+    sites = RotationSites(down=4)
+    settings = replace(SHORT, value_heads=True, online=("key", "down"), learning_rate=0.02)
+    folder = tmp_path / "blocks"
+    folder.mkdir()
+    learned = learn(model, tokens, settings, W4A4, sites=sites, seed=0, folder=folder)
+    rotations, config = learned.rotations, model.config
+    heads, hd = config.num_key_value_heads, config.head_dim
+    assert rotations.value.shape == rotations.key.shape == (3, heads, 1, hd, hd)
+    assert rotations.down.shape == (3, config.intermediate_size // 4, 4, 4)
+    whole = run(model, tokens, settings, W4A4, tmp_path / "kronecker").rotations
+    start = starting_point(model, settings, W4A4, RotationSites(), 0, None, None).rotations
+    assert jnp.array_equal(whole.down.signs, start.down.signs)
+    for name in ("left", "right"):
+        assert not jnp.array_equal(getattr(whole.down, name), getattr(start.down, name))
+    for matrix in (*jax.tree.leaves(rotations), whole.down.left, whole.down.right):
+        assert orthogonality_error(matrix) < 1e-5
+    assert all((jnp.abs(log) > 0).any() for log in jax.tree.leaves(learned.scales))
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 2}, {"remat": True}])
+def test_saving_memory_changes_no_step(model, tokens, tmp_path, change):
+    settings = replace(SHORT, steps=1, evaluate_every=1)
+    plain = run(model, tokens, settings, W4A4, tmp_path / "plain")
+    saving = run(model, tokens, replace(settings, **change), W4A4, tmp_path / "saving")
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saving), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+    one, two = (load_history(tmp_path / n / "metrics.jsonl")[1] for n in ("plain", "saving"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+def test_narrow_arithmetic_leaves_the_rotations_wide(model, tokens, tmp_path):
+    learned = run(model, tokens, replace(SHORT, compute_dtype="bfloat16"), W4A4, tmp_path)
+    assert {x.dtype for x in jax.tree.leaves(learned)} == {jnp.dtype("float32")}
+    assert orthogonality_error(learned.rotations.residual) < 1e-5
+    losses = [line["loss"] for line in load_history(tmp_path / "metrics.jsonl")[1:]]
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("objective", ["kl", "layer_reconstruction", "fisher", "whip"])
+def test_each_kind_of_batch_is_learned_from(model, tokens, tmp_path, objective):
+    scales = objective != "whip"
+    settings = replace(SHORT, objective=objective, scales=scales, steps=8, batch=16, windows=16)
+    run(model, tokens, settings, W16A4, tmp_path)
+    held_out = [line.get("held_out") for line in load_history(tmp_path / "metrics.jsonl")]
+    assert min(x for x in held_out[1:] if x) < held_out[0]

@@ -16,7 +16,13 @@ INK, FAINT = "#2b2f36", "#b9bec7"
 TRAINING, HELD_OUT = "#9db7dd", "#1f4e9c"
 UNITS = {
     "cross_entropy": "cross-entropy (nats per token)",
+    "kl": "KL to full precision (nats per token)",
+    "kl_top": "KL to full precision, top tokens (nats per token)",
+    "layer_reconstruction": "reconstruction error (relative to what a layer adds)",
     "reconstruction": "reconstruction error (relative to the output's energy)",
+    "fisher": "expected loss by rounding (nats per token)",
+    "whip": "mean of exp(-|y|), sum of sites",
+    "kurtosis": "distance from a uniform kurtosis, sum of sites",
 }
 
 

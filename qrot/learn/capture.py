@@ -81,9 +81,8 @@ def capture(
             seen.append([_stored(x) for _, x, _ in done])
     if gradients:
         keys = jax.random.split(jax.random.key(seed), len(groups))
-        ends = model.params.replace(layers=None)
         g = [
-            np.asarray(_loss_gradient(h, ends, key, config))
+            np.asarray(_loss_gradient(h, model.params, key, config))
             for h, key in zip(hidden, keys, strict=True)
         ]
         for i in reversed(range(config.num_hidden_layers)):
@@ -147,7 +146,12 @@ def _forward(h: Float[Array, "batch length n"], layer, window, taps, config: Mod
     every = jnp.arange(h.shape[0] * h.shape[1])
     out, seen = _run(h, layer, window, every, config)
     later = (every % h.shape[1]) > 0
-    total = {name: jnp.einsum("t,t...->...", later.astype(x.dtype), x) for name, x in seen.items()}
+    total = {
+        name: jnp.einsum(
+            "t,t...->...", later.astype(x.dtype), x, preferred_element_type=jnp.float32
+        )
+        for name, x in seen.items()
+    }
     return out, {name: x[taps] for name, x in seen.items()}, total
 
 
@@ -164,11 +168,11 @@ def _backward(h, layer, window, taps, config: ModelConfig, g):
 
 
 @partial(jax.jit, static_argnums=3)
-def _loss_gradient(h, ends: Params, key, config: ModelConfig):
+def _loss_gradient(h, params: Params, key, config: ModelConfig):
     """Derivative by the last layer's output of the nats of tokens drawn from the predictions."""
 
     def nats(h):
-        log_p = jax.nn.log_softmax(project(h, ends, config).astype(jnp.float32))
+        log_p = jax.nn.log_softmax(project(h, params, config).astype(jnp.float32))
         drawn = jax.random.categorical(key, jax.lax.stop_gradient(log_p))
         return -jnp.take_along_axis(log_p, drawn[..., None], axis=-1).sum()
 

@@ -49,7 +49,7 @@ def kl(
     exact = jax.lax.stop_gradient(forward(params, tokens, config))
     logits = quantised_logits(learned, params, tokens, config, scheme, remat=remat)
     if top is not None:
-        exact, index = jax.lax.top_k(exact, top)
+        exact, index = jax.lax.top_k(exact, min(top, config.vocab_size))
         logits = jnp.take_along_axis(logits, index, axis=-1)
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     log_p, log_q = (jax.nn.log_softmax(x.astype(wide), axis=-1) for x in (exact, logits))

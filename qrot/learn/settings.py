@@ -51,7 +51,7 @@ class Learn:
         "fisher",
         "whip",
         "kurtosis",
-    ] = "kl"
+    ] = "cross_entropy"
     optimiser: Literal["cayley_sgd", "cayley_adam", "cayley_muon", "qr_sgd", "qr_adam"] = (
         "cayley_muon"
     )
@@ -63,7 +63,7 @@ class Learn:
     length: int = 512
     remat: bool = False
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    windows: int = 8
+    windows: int = 4
     start: Start = "fisher"
     draws: int = 1
     weight_bits: int | None = None

@@ -201,7 +201,9 @@ def _clips(config: ModelConfig, scheme: Scheme) -> Clips:
     of = {"keys": scheme.keys.clip, "values": scheme.values.clip}
     names = ("qkv", "o", "gate_up", "down", "keys", "values")
     start = {n: cast(float, of.get(n, scheme.activations.clip)) for n in names}
-    return Clips(**{n: jnp.full(config.num_hidden_layers, ratio) for n, ratio in start.items()})
+    return Clips(
+        **{n: jnp.full(config.num_hidden_layers, ratio, jnp.float32) for n, ratio in start.items()}
+    )
 
 
 def _scales(model: Model) -> Scales:
@@ -226,7 +228,7 @@ def fisher_settings(settings: Learn) -> Learn:
         learning_rate=0.05,
         schedule="cosine",
         steps=FISHER_STEPS,
-        batch=128,
+        batch=64,
         accumulate=1,
         start="balanced",
         evaluate_every=20,

@@ -1,0 +1,165 @@
+"""Objective x optimiser x start: learn, judge at W16A4KV4 and at W4A4KV4, print one table.
+
+python experiments/objectives/run.py DIR [--out runs/objectives] [--only NAME ...]
+
+DIR holds WikiText-2's raw files. Each cell is a `qrot run` in a process of its own, for the sake of
+its peak memory; what is done is not done again. The first seed of every row comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from qrot.experiment.results import spread
+
+HERE = Path(__file__).parent
+END_TO_END = ["learn.steps=20", "learn.batch=2", "learn.evaluate_every=5"]
+NO_SCALES = "learn.scales=false"
+
+# name: (method, seeds, settings on top of base.yaml)
+ROWS: dict[str, tuple[str, int, list[str]]] = {
+    "full precision": ("full_precision", 1, []),
+    "random Hadamard": ("random_hadamard", 3, []),
+    "random Hadamard, shift": ("random_hadamard_shift", 3, []),
+    "fisher": ("learned", 3, ["learn.objective=fisher", "learn.start=balanced"]),
+    "cross-entropy after fisher": ("learned", 3, ["learn.start=fisher", *END_TO_END]),
+    "KL after fisher": (
+        "learned",
+        1,
+        ["learn.objective=kl", "learn.start=fisher", "learn.learning_rate=0.02", *END_TO_END],
+    ),
+    "fisher, random start": ("learned", 1, ["learn.objective=fisher", "learn.start=hadamard"]),
+    "fisher, no scales": (
+        "learned",
+        1,
+        ["learn.objective=fisher", "learn.start=balanced", NO_SCALES],
+    ),
+    "whip": ("learned", 1, ["learn.objective=whip", "learn.start=hadamard", NO_SCALES]),
+    "kurtosis": ("learned", 1, ["learn.objective=kurtosis", "learn.start=hadamard", NO_SCALES]),
+    "reconstruction": ("learned", 1, ["learn.objective=reconstruction", "learn.start=hadamard"]),
+    "cross-entropy, random start": ("learned", 1, ["learn.start=hadamard", *END_TO_END]),
+    "cross-entropy, W4 weights": (
+        "learned",
+        1,
+        ["learn.start=fisher", "learn.weight_bits=4", *END_TO_END],
+    ),
+    "fisher, PCA start": ("learned", 1, ["learn.objective=fisher", "learn.start=pca"]),
+    "fisher, cayley_adam": (
+        "learned",
+        1,
+        [
+            "learn.objective=fisher",
+            "learn.start=balanced",
+            "learn.optimiser=cayley_adam",
+            "learn.learning_rate=0.003",
+        ],
+    ),
+    "fisher, qr_adam": (
+        "learned",
+        1,
+        [
+            "learn.objective=fisher",
+            "learn.start=balanced",
+            "learn.optimiser=qr_adam",
+            "learn.learning_rate=0.003",
+        ],
+    ),
+    "layer reconstruction": (
+        "learned",
+        1,
+        ["learn.objective=layer_reconstruction", "learn.start=hadamard", *END_TO_END],
+    ),
+}
+COLUMNS = (
+    "setting",
+    "optimiser",
+    "start",
+    "seeds",
+    "W16A4KV4",
+    "other text, W16A4KV4",
+    "W4A4KV4",
+    "learning, s",
+    "GiB",
+)
+
+
+def run(folder: Path, overrides: list[str]) -> None:
+    """One `qrot run`, resumed or skipped if it was begun or done before."""
+    command = [sys.executable, "-m", "qrot.cli", "run", str(HERE / "base.yaml")]
+    subprocess.run([*command, *overrides, f"out={folder}"], check=True, stdout=subprocess.DEVNULL)
+
+
+def cell(out: Path, name: str, seed: int, data: str) -> None:
+    """One row at one seed: learned at 16-bit weights, then judged with rounded ones as well."""
+    method, _, settings = ROWS[name]
+    folder = out / name.replace(" ", "-") / f"seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = [*settings, f"methods=[{method}]", f"seeds=[{seed}]", f"learn_seeds=[{seed}]"]
+    shared.append(f"data.path={data}")
+    w4 = "scheme.weights.bits=4"
+    if "learn.weight_bits=4" in settings:
+        run(folder / "w4", [*shared, w4])
+        return
+    run(folder / "w16", shared)
+    if method == "learned":
+        learned = folder / "w16" / "rotations.safetensors"
+        run(folder / "w4", [f"data.path={data}", "methods=[saved]", f"saved={learned}", w4])
+    elif method != "full_precision":
+        run(folder / "w4", [*shared, w4])
+
+
+def rows_of(out: Path, name: str, bits: str) -> list[dict]:
+    """The results of a setting at some bits, one for each seed that is done."""
+    files = sorted((out / name.replace(" ", "-")).glob(f"seed*/{bits}/results.json"))
+    return [row for file in files for row in json.loads(file.read_text())["rows"]]
+
+
+def table(out: Path) -> str:
+    """All that is done, in Markdown."""
+    lines = [COLUMNS, ("---",) * 3 + ("---:",) * (len(COLUMNS) - 3)]
+    for name in ROWS:
+        w16, w4 = rows_of(out, name, "w16"), rows_of(out, name, "w4")
+        if not w16 + w4:
+            continue
+        learned = [row for row in w16 + w4 if "learn_seconds" in row]
+        first = learned[0] if learned else {}
+        lines.append(
+            (
+                name,
+                first.get("optimiser", ""),
+                first.get("start", ""),
+                str(len(w16 or w4)),
+                spread([row["perplexity"] for row in w16]) if w16 else "",
+                spread([row["other_perplexity"] for row in w16]) if w16 else "",
+                spread([row["perplexity"] for row in w4]) if w4 else "",
+                f"{statistics.fmean(r['learn_seconds'] for r in learned):.0f}" if learned else "",
+                f"{max(r['peak_gib'] for r in learned):.1f}" if learned else "",
+            )
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def main() -> None:
+    """Run what is missing and print the table after every cell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", help="the folder with wiki.train*.raw and wiki.test.raw")
+    parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
+    arguments = parser.parse_args()
+    names = arguments.only
+    todo = [(seed, name) for seed in range(3) for name in names if seed < ROWS[name][1]]
+    for done, (seed, name) in enumerate(todo, 1):
+        print(f"[{done}/{len(todo)}] {name}, seed {seed}", flush=True)
+        cell(arguments.out, name, seed, arguments.data)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "table.md").write_text(table(arguments.out))
+    print(table(arguments.out))
+
+
+if __name__ == "__main__":
+    main()
