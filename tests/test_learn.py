@@ -20,7 +20,7 @@ from qrot.learn.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import learn, load_history
 from qrot.learn.settings import Learn
-from qrot.learn.start import balancing, starting_point, training_scheme
+from qrot.learn.start import balancing, fisher_settings, starting_point, training_scheme
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward, forward_with_taps
 from qrot.model.fuse import fold_norms, fuse
@@ -326,3 +326,11 @@ def test_each_kind_of_batch_is_learned_from(model, tokens, tmp_path, objective):
     run(model, tokens, settings, W16A4, tmp_path)
     held_out = [line.get("held_out") for line in load_history(tmp_path / "metrics.jsonl")]
     assert min(x for x in held_out[1:] if x) < held_out[0]
+
+
+def test_a_start_that_computes_r1_needs_it_whole(model, tokens, tmp_path):
+    sites = RotationSites(residual=False)
+    settings = replace(SHORT, start="balanced", steps=1)
+    with pytest.raises(InputError, match="balanced needs rotations"):
+        learn(model, tokens, settings, W16A4, sites=sites, seed=0, folder=tmp_path)
+    assert fisher_settings(settings, sites).start == "hadamard"

@@ -35,6 +35,7 @@ from qrot.experiment.stages import Stages
 from qrot.grid import Scheme
 from qrot.learn.capture import mean_shifts
 from qrot.learn.loop import learn, load_history, total_steps
+from qrot.learn.start import check_start
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load
@@ -135,6 +136,8 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
 
 def _check_fit(config: RunConfig, model: Model, rows) -> None:
     """Trace everything without computing it: groups, blocks and overrides that do not fit raise."""
+    if "learned" in config.methods:
+        check_start(config.learn, config.rotations)
     kinds: dict[str, Any] = {
         "random_orthogonal": "orthogonal",
         "random_hadamard": "hadamard",

@@ -115,7 +115,7 @@ def learn(
                 start = learn(
                     model,
                     tokens,
-                    fisher_settings(settings),
+                    fisher_settings(settings, sites),
                     scheme,
                     sites=sites,
                     seed=seed,

@@ -4,7 +4,8 @@
 `pca`: R1 = the principal directions of the normalised residual stream (SliceGPT, 2024).
 `balanced`: R1 = the directions that balance how large the residual stream is along them against how
   much the network's predictions feel there (`balancing`).
-`fisher`: what `FISHER_STEPS` steps of the fisher objective make of `balanced`; takes a minute.
+`fisher`: what `FISHER_STEPS` steps of the fisher objective make of `balanced` (of `hadamard` where
+  R1 is not one whole matrix); takes a minute.
 Each but the first three draws what it does not say, R2 to R4, as `hadamard`.
 """
 
@@ -76,12 +77,11 @@ def starting_point(
     captured: for `pca` and, with gradients, for `balanced`. Raises InputError where the sites do
     not go with the settings.
     """
+    check_start(settings, sites)
     config, computed = model.config, settings.start in ("pca", "balanced")
     kind: Any = "hadamard" if computed else settings.start
     rotations = random_rotations(config, seed, kind=kind, sites=sites)
     if computed:
-        if sites.residual is not True:
-            raise InputError(f"rotations.residual: start {settings.start} needs it whole (true)")
         residual = _directions(captured, shifts, settings.start == "balanced")
         rotations = rotations.replace(residual=jnp.asarray(residual, jnp.float32))
     if settings.value_heads and rotations.value is not None:
@@ -94,6 +94,12 @@ def starting_point(
         _clips(config, scheme) if settings.clips else None,
         _scales(model) if settings.scales else None,
     )
+
+
+def check_start(settings: Learn, sites: RotationSites) -> None:
+    """Raise InputError where a start computes R1 for sites that have none, or have blocks."""
+    if settings.start in ("pca", "balanced") and sites.residual is not True:
+        raise InputError(f"learn.start: {settings.start} needs rotations.residual to be true")
 
 
 def balancing(
@@ -219,7 +225,7 @@ def _scales(model: Model) -> Scales:
     )
 
 
-def fisher_settings(settings: Learn) -> Learn:
+def fisher_settings(settings: Learn, sites: RotationSites) -> Learn:
     """The settings of the steps that make a `fisher` start."""
     return replace(
         settings,
@@ -230,7 +236,7 @@ def fisher_settings(settings: Learn) -> Learn:
         steps=FISHER_STEPS,
         batch=64,
         accumulate=1,
-        start="balanced",
+        start="balanced" if sites.residual is True else "hadamard",
         evaluate_every=20,
         checkpoint_every=20,
     )
