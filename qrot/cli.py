@@ -54,8 +54,9 @@ def run(
         print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
         raise typer.Exit(130) from None
     console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
-    files = sorted(p for p in Path(settings.out).rglob("*") if p.suffix in _SHOWN)
-    console.print(f"{settings.out}: {', '.join(p.name for p in files)}", highlight=False)
+    folder = Path(settings.out)
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
+    console.print(f"{folder}: {', '.join(files)}", highlight=False)
 
 
 bench_app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)

@@ -152,6 +152,13 @@ def test_rotations_of_another_run_are_judged_alike(config):
     assert same["objective"] == "cross_entropy"
 
 
+def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):
+    config = replace(config, methods=("rtn", "saved"), saved=str(tmp_path / "absent"))
+    with pytest.raises(InputError, match="absent: no such rotation file"):
+        run(config, quiet())
+    assert not Path(config.out).exists()
+
+
 def test_a_stopped_run_goes_on(config, monkeypatch):
     config = replace(config, methods=("full_precision", "rtn", "random_hadamard"))
     original, begun = module._judge, []

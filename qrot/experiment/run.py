@@ -119,6 +119,8 @@ def _prepare(config: RunConfig, folder: Path, stages: Stages) -> _Inputs:
             other_rows = cut_windows(other_tokens, windows, bos_token_id=bos)
         calibration = _calibration(model, texts, config)
         _check_fit(config, model, rows)
+        if config.saved is not None:
+            load_rotations(Path(config.saved), digest=model.digest)
     other_text = None if other is None else other.name
     return _Inputs(
         config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
@@ -322,7 +324,7 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
         folder = folder / f"seed{seed}"
         folder.mkdir(exist_ok=True)
     history = folder / "metrics.jsonl"
-    earlier = _seconds(history)
+    earlier = _seconds(history) + _seconds(folder / "start" / history.name)
     began = time.perf_counter()
     steps = total_steps(settings)
     tokens = settings.steps * settings.batch * settings.length
