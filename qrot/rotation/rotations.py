@@ -45,10 +45,10 @@ class Rotations:
     residual: R1, the residual stream, one for the model [hidden, hidden].
     value: R2, the value heads, one a layer [layers, head_dim, head_dim], or one for each kv head,
       in blocks [layers, kv_heads, head_dim / b, b, b].
-    key: R3, queries and keys after the rotary embedding, always online: a `Hadamard` for all
-      layers, or learned, in the last of the forms of value.
-    down: R4, the input of down_proj, always online: a `Hadamard` for all layers, or learned, one
-      a layer: a `Kronecker`, or blocks [layers, intermediate / b, b, b].
+    key: R3, queries and keys after the rotary embedding, always online: one for all layers, such as
+      a `Hadamard`; or learned, in the last of the forms of value.
+    down: R4, the input of down_proj, always online: one for all layers, such as a `Hadamard`; or
+      learned, one a layer: a `Kronecker`, or blocks [layers, intermediate / b, b, b].
     fused: whether the weights already hold residual, value and the inverse of down (`qrot.model.
       fuse`). If not, the forward pass rotates a site's activations, quantises and rotates back.
     """
@@ -154,9 +154,18 @@ def over_heads(x: Float[Array, "kv_heads *n"], heads: int) -> Float[Array, "head
 
 
 def by_layer(rotations: Rotations) -> dict[str, Any]:
-    """The sites at which each layer has a rotation of its own."""
-    sites = {name: getattr(rotations, name) for name in ("value", "key", "down")}
-    return {name: r for name, r in sites.items() if not isinstance(r, Hadamard)}
+    """The sites at which each layer has a rotation of its own: those with a `layers` axis."""
+    key, down = rotations.key, rotations.down
+    sites = {"value": rotations.value}
+    if getattr(key, "ndim", 0) == 5:
+        sites["key"] = key
+    if isinstance(down, Kronecker):
+        layered = down.signs.ndim == 2
+    else:
+        layered = getattr(down, "ndim", 0) == 4
+    if layered:
+        sites["down"] = down
+    return sites
 
 
 def is_signed(x: Any) -> bool:
