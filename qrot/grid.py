@@ -161,7 +161,7 @@ class LayerScheme(NamedTuple):
     values: Grid
 
 
-_READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
@@ -179,7 +179,7 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
         return result
 
     sites = {}
-    for site, readers in _READERS.items():
+    for site, readers in READERS.items():
         grids = {grid("activations", name) for name in readers}
         if len(grids) > 1:
             raise InputError(
@@ -187,7 +187,7 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
                 "the same activation bits"
             )
         sites[site] = grids.pop()
-    weights = tuple((n, grid("weights", n)) for names in _READERS.values() for n in names)
+    weights = tuple((n, grid("weights", n)) for names in READERS.values() for n in names)
     return LayerScheme(weights, **sites, keys=grid("keys", "keys"), values=grid("values", "values"))
 
 
@@ -209,7 +209,7 @@ def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
 
 
 def _check_match(override: Override, layers: int) -> None:
-    inputs = tuple(name for names in _READERS.values() for name in names)
+    inputs = tuple(name for names in READERS.values() for name in names)
     names = {"weights": inputs, "activations": inputs, "keys": ("keys",), "values": ("values",)}
     allowed = [n for role, ns in names.items() if getattr(override, role) is not None for n in ns]
     if not any(

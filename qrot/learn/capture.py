@@ -70,7 +70,8 @@ def capture(
     before, sums, seen, felt = [], [], [], []
     for i in range(config.num_hidden_layers):
         layer, window = _layer(model.params, config, i)
-        before.append(hidden)
+        if gradients:
+            before.append(hidden)
         done = [
             _forward(h, layer, window, p.ravel(), config)
             for h, p in zip(hidden, positions, strict=True)

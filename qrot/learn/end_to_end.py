@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,9 +12,9 @@ from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Scheme
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward
-from qrot.model.fuse import rotate_layer, rotate_shifts
+from qrot.model.fuse import rotate_shifts
 from qrot.model.params import Params
-from qrot.quantize.rtn import rtn_layer
+from qrot.quantize.rtn import rotate_and_round
 from qrot.rotation.rotations import Learned
 
 
@@ -76,10 +78,7 @@ def quantised_logits(
             shifts = rotate_shifts(shifts, rotations, config, scales)
         rotations = rotations.replace(fused=True)
 
-    def rotate_and_round(layer, turns, own_scales, grids):
-        turned = rotate_layer(layer, turns, config, own_scales)
-        return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
-
+    prepare = partial(rotate_and_round, config=config, scheme=scheme)
     return forward(
         params,
         tokens,
@@ -89,6 +88,6 @@ def quantised_logits(
         shifts=shifts,
         clips=learned.clips,
         scales=scales,
-        prepare=rotate_and_round if scheme.rounds_weights else None,
+        prepare=prepare if scheme.rounds_weights else None,
         remat=remat,
     )

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from qrot.grid import Scheme, segments
 from qrot.model.config import ModelConfig
 from qrot.model.forward import PerLayer, decoder_layer, tables
-from qrot.model.fuse import rotate_layer, rotate_shifts
+from qrot.model.fuse import rotate_shifts
 from qrot.model.params import Params
-from qrot.quantize.rtn import rtn_layer
+from qrot.quantize.rtn import rotate_and_round
 from qrot.rotation.rotations import Clips, Learned, Scales, Shifts, by_layer, rotate
 
 
@@ -49,8 +49,7 @@ def layer_reconstruction(
         turns = rotations.replace(**own.turns, fused=fused)
         done = jnp.square(after - before)[:, 1:].sum()
         if fused:
-            layer = rotate_layer(layer, turns, config, own.scales)
-            layer = rtn_layer(layer, grids, scale_gradient=scheme.scale_gradient)
+            layer = rotate_and_round(layer, turns, own.scales, grids, config, scheme)
             before, after = (rotate(h, rotations.residual) for h in (before, after))
         out, _ = decoder_layer(before, layer, own, turns, grids, scheme, config, rope)
         return total + jnp.square(out - after)[:, 1:].sum() / done, None

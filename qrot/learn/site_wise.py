@@ -13,16 +13,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, LayerScheme, Scheme, expected_error, fake_quantise, segments
+from qrot.grid import (
+    READERS,
+    Grid,
+    LayerScheme,
+    Scheme,
+    expected_error,
+    fake_quantise,
+    segments,
+)
 from qrot.learn.capture import Captured
 from qrot.model.config import ModelConfig
-from qrot.model.fuse import rotate_layer
 from qrot.model.params import Layers, Params
-from qrot.quantize.rtn import rtn_layer
+from qrot.quantize.rtn import rotate_and_round
 from qrot.rotation.rotations import Clips, Learned, Rotations, Scales, Shifts, by_layer
 from qrot.rotation.sites import Site, layer_sites
 
-READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 UNIFORM = 1.8  # kurtosis of the uniform distribution
 
 
@@ -85,8 +91,7 @@ def reconstruction(
     def one_layer(layer: Layers, view: _View, grids: LayerScheme) -> Float[Array, ""]:
         total, rounded = jnp.zeros(()), None
         if scheme.rounds_weights:
-            turned = rotate_layer(layer, view.rotations, config, view.scales)
-            rounded = rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
+            rounded = rotate_and_round(layer, view.rotations, view.scales, grids, config, scheme)
         written = {"v": view.sites["o"].go, "o": residual.go, "down": residual.go}
         for name, site in view.sites.items():
             grid, clip = getattr(grids, name), getattr(view.clips, name)

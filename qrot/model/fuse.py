@@ -168,8 +168,10 @@ def fuse(
     if params.head is None or not all((norm == 1).all() for norm in norms):
         raise ValueError("the norms of these parameters are not folded: call fold_norms first")
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (rotations, shifts, scales))
-        wide, shifts, scales = jax.tree.map(_orthogonal, wide[0], is_leaf=is_signed), *wide[1:]
+        wide, shifts, scales = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64), (rotations, shifts, scales)
+        )
+        wide = jax.tree.map(_orthogonal, wide, is_leaf=is_signed)
         layers = _fuse_layers(params.layers, wide, scales or Scales(), config)
         embed = _fuse_rows(params.embed, wide.residual)
         head = _fuse_rows(params.head.T, wide.residual).T

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qrot.grid import Grid, LayerScheme, Scheme, fake_quantise, layer_scheme, segments
+from qrot.model.config import ModelConfig
+from qrot.model.fuse import rotate_layer
 from qrot.model.params import Layers, Linear, Params
+from qrot.rotation.rotations import Rotations, Scales
 
 
 def rtn(params: Params, scheme: Scheme) -> Params:
@@ -41,6 +44,19 @@ def rtn_layer(layer: Layers, grids: LayerScheme, *, scale_gradient: bool = True)
     return layer.replace(
         **{name: rounded(getattr(layer, name), grid) for name, grid in grids.weights}
     )
+
+
+def rotate_and_round(
+    layer: Layers,
+    rotations: Rotations,
+    scales: Scales | None,
+    grids: LayerScheme,
+    config: ModelConfig,
+    scheme: Scheme,
+) -> Layers:
+    """One layer's weights, rotated and scaled, then on their grids; all that learning trains by."""
+    turned = rotate_layer(layer, rotations, config, scales)
+    return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
 
 
 def round_weight(
