@@ -32,7 +32,7 @@ from qrot.experiment.folder import check_folder, writing
 from qrot.experiment.plot import plot_learning
 from qrot.experiment.results import BESIDE, read_results, write_results, write_text
 from qrot.experiment.stages import Stages
-from qrot.grid import Scheme
+from qrot.grid import Scheme, grids_by_layer
 from qrot.learn.capture import mean_shifts
 from qrot.learn.loop import learn, load_history, total_steps
 from qrot.learn.start import check_start
@@ -358,6 +358,7 @@ def _learned(inputs: _Inputs, name: str, seed: int) -> tuple[Learned, dict[str, 
         "model": model.name,
         "digest": model.digest,
         "scheme": resolved(config)["scheme"],
+        "grids": grids_by_layer(config.scheme, model.config.num_hidden_layers),
         "seed": seed,
         "text": inputs.text,
         "qrot": qrot.__version__,
