@@ -29,7 +29,7 @@ from qrot.export.folder import whole_folder, write_tensors
 from qrot.export.huggingface import config_json
 from qrot.export.spinquant import read_spinquant, spinquant_tensors
 from qrot.export.verify import apply_spinquant, logits_in_qrot
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid, Scheme, fake_quantise
 from qrot.model import assemble
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load, open_model
@@ -242,15 +242,32 @@ def test_integers_in_transformers(made, monkeypatch, tmp_path, name, preset):
     learned = Learned(
         fitted.learned.rotations.replace(key=None, down=None), scales=fitted.learned.scales
     )
-    expected = logits_in_qrot(fitted, learned, ct.preset(preset))(TOKENS)
-    quantised = opened(out)
+    scheme, quantised = ct.preset(preset), opened(out)
+    seen = watched(quantised)
     found = logits(quantised)
-    # Where a value lies between two levels, the last bit of a sum decides.
-    assert np.median(np.abs(found - expected)) < 1e-4 * np.abs(expected).max()
-    exact = logits(opened(tmp_path / name))
-    assert apart(found, exact) > 1e-3
-    for i, (q, weight) in enumerate(weights_of(quantised, fitted, learned, preset)):
-        np.testing.assert_allclose(q, weight, rtol=1e-6, atol=1e-9, err_msg=str(i))
+    assert len(seen) == 3 * 7
+    for linear, x, y in seen:
+        rounded = np.array(fake_quantise(jnp.asarray(x), scheme.activations))
+        expected = torch.nn.functional.linear(torch.tensor(rounded), linear.weight, linear.bias)
+        assert apart(y, expected.detach()) < 1e-5
+    # End to end the last bit of a sum decides where a token's largest value goes, which at
+    # absmax/7.5 lies just between two levels; and no two programs add in the same order.
+    expected = logits_in_qrot(fitted, learned, scheme)(TOKENS)
+    assert apart(found, expected) < (0.3 if scheme.activations.on else 1e-5)
+    assert apart(found, logits(opened(tmp_path / name))) > 1e-3
+    for q, weight in weights_of(quantised, fitted, learned, preset):
+        np.testing.assert_array_equal(q, weight)
+
+
+def watched(model):
+    """(layer, input, output) of each quantised linear layer, filled in as the model runs."""
+    seen = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_hook(
+                lambda m, x, y: seen.append((m, x[0].numpy().copy(), y.detach()))
+            )
+    return seen
 
 
 def weights_of(quantised, fitted, learned, preset):
@@ -287,17 +304,17 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
     transform = pytest.importorskip("compressed_tensors.transform")
     learned = hadamard("llama-biases", tmp_path, down=8)
     path, out = made("llama-biases", learned=learned), tmp_path / "out"
-    arguments = ("--format", "compressed-tensors", "--scheme", "W4A8", "--online")
+    arguments = ("--format", "compressed-tensors", "--scheme", "W4A16", "--online")
     assert export(monkeypatch, path, "--out", out, *arguments) == 0
     fitted = read_fitted(path)
     without = fitted.learned.replace(rotations=fitted.learned.rotations.replace(key=None))
-    expected = logits_in_qrot(fitted, without, ct.preset("W4A8"))(TOKENS)
+    expected = logits_in_qrot(fitted, without, ct.preset("W4A16"))(TOKENS)
     sys.path.insert(0, str(out))
     try:
         import qrot_torch
     finally:
         sys.path.remove(str(out))
-    assert apart(logits(qrot_torch.load(out)), expected) < 0.02
+    assert apart(logits(qrot_torch.load(out)), expected) < 1e-5
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     plain = opened(out)
     assert apart(logits(plain), expected) > 0.1  # what the README of the folder warns of
@@ -306,7 +323,7 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
         type=r4["type"], head_dim=r4["head_dim"], apply=[r4["apply"][0]]
     )
     transform.TransformFactory.from_scheme(scheme, name="R4").apply_to_model(plain)
-    assert apart(logits(plain), expected) < 0.02
+    assert apart(logits(plain), expected) < 1e-5
     stored = load_file(out / "model.safetensors")["model.layers.2.mlp.down_proj.R4_input.weight"]
     own = plain.model.layers[2].mlp.down_proj.R4_input.weight
     np.testing.assert_array_equal(stored, own.detach().numpy())
@@ -316,7 +333,7 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
 # qrot.torch
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-biases"])
 def test_a_torch_folder_is_the_network_that_was_judged(made, monkeypatch, tmp_path, name, capsys):
     """Verified by the command itself, at W4A4KV4 with everything on."""
     path, out = made(name), tmp_path / "out"
@@ -340,7 +357,7 @@ def test_an_export_that_computes_something_else_is_not_kept(made, monkeypatch, t
 # SpinQuant
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied"])
 def test_r_bin(made, monkeypatch, tmp_path, name, capsys):
     """Applied by SpinQuant's rules and verified; the matrices are the rotations themselves."""
     learned = hadamard(name, tmp_path)
