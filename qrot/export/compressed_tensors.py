@@ -85,9 +85,7 @@ def integer_tensors(
     Integers are of the scales that are written, rounded to `dtype`. rotations: what is online; the
     signs of R4 go into up_proj, which costs nothing, as its kernel knows no signs.
     """
-    down = rotations.down
-    if down is not None:
-        layer = layer.replace(up=_signed(layer.up, down.signs))
+    layer = fold_signs(layer, rotations)
     tensors = layer_tensors(i, layer, dtype)
     grids = dict(layer_scheme(scheme, i).weights)
     for name in PROJECTIONS:
@@ -101,8 +99,8 @@ def integer_tensors(
             tensors[f"{prefix}.weight_shape"] = np.array(q.shape, np.int64)
         else:
             tensors[f"{prefix}.weight"] = q
-    if down is not None:
-        order = block_order(down)
+    if rotations.down is not None:
+        order = block_order(rotations.down)
         matrix = np.sign(hadamard_dense(order))
         tensors[f"model.layers.{i}.{_R4}"] = as_numpy(matrix, dtype)
     return tensors
@@ -123,9 +121,14 @@ def _integers(
     return q, np.ascontiguousarray(scale.reshape(groups, outputs).T)
 
 
-def _signed(linear: Linear, signs: Any) -> Linear:
-    bias = None if linear.bias is None else linear.bias * signs
-    return Linear(linear.weight * signs, bias)
+def fold_signs(layers: Layers, rotations: Rotations) -> Layers:
+    """Move the signs of R4 from the front of its transform into up_proj: what R4 turns is
+    silu(gate) * up. Before rounding, whose grid has one level more on the negative side."""
+    if rotations.down is None:
+        return layers
+    signs, up = rotations.down.signs, layers.up
+    bias = None if up.bias is None else up.bias * signs
+    return layers.replace(up=Linear(up.weight * signs, bias))
 
 
 def block_order(rotation: Any) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from jaxtyping import Float, Int
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
 from qrot.experiment.data import Data, read_texts
+from qrot.export.compressed_tensors import fold_signs, online_of
 from qrot.export.fitted import Fitted
 from qrot.grid import Scheme
-from qrot.model.forward import forward
+from qrot.model.config import ModelConfig
+from qrot.model.forward import forward, rope_table
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import Opened
 from qrot.model.tokenizer import encode
@@ -37,7 +40,9 @@ class Difference:
     logits: float  # largest difference in the first window, over the largest logit there
     perplexity: float  # of qrot's
     in_torch: float  # of PyTorch's
+    error: float  # standard error of their ratio, from the differences token by token
     windows: int
+    dtype: str  # of the arithmetic
 
     @property
     def relative(self) -> float:
@@ -46,9 +51,10 @@ class Difference:
 
     def __str__(self):
         return (
-            f"logits differ by at most {self.logits:.1e} of the largest; perplexity on "
-            f"{self.windows} windows of pydoc {self.perplexity:.4f} in qrot, {self.in_torch:.4f} "
-            f"in PyTorch ({self.relative:.3%} apart)"
+            f"in {self.dtype} logits differ by at most {self.logits:.1e} of the largest; "
+            f"perplexity on {self.windows} windows of pydoc {self.perplexity:.4f} in qrot, "
+            f"{self.in_torch:.4f} in PyTorch ({self.relative:.3%} apart, standard error "
+            f"{self.error:.3%})"
         )
 
 
@@ -62,24 +68,40 @@ def windows_of(opened: Opened, windows: Windows = WINDOWS) -> Int[np.ndarray, "c
 
 
 def compare(
-    ours: Logits, theirs: Logits, rows: Int[np.ndarray, "count length"], *, advance: Callable
+    ours: Logits,
+    theirs: Logits,
+    rows: Int[np.ndarray, "count length"],
+    *,
+    dtype: str = "float32",
+    advance: Callable = lambda windows: None,
 ) -> Difference:
     """Logits and perplexity of both, a window at a time. advance: told of each window."""
-    total, largest = np.zeros(2), 0.0
-    for i in range(len(rows)):
-        row = rows[i : i + 1]
+    nats, largest = [], 0.0
+    for row in np.split(rows, len(rows)):
         pair = ours(row), theirs(row)
-        if i == 0:
+        if not nats:
             largest = float(np.abs(pair[0] - pair[1]).max() / np.abs(pair[0]).max())
-        for j, logits in enumerate(pair):
-            total[j] += float(token_nll(jnp.asarray(logits), jnp.asarray(row)).mean())
+        nats.append([np.asarray(token_nll(jnp.asarray(x), jnp.asarray(row)))[0] for x in pair])
         advance(1)
-    perplexity, in_torch = (math.exp(min(x / len(rows), 700)) for x in total)
-    return Difference(largest, perplexity, in_torch, len(rows))
+    each = np.concatenate(nats, axis=1).astype(np.float64)  # [2, tokens]
+    perplexity, in_torch = (math.exp(min(x, 700)) for x in each.mean(axis=1))
+    error = float(np.std(each[1] - each[0]) / math.sqrt(each.shape[1]))
+    return Difference(largest, perplexity, in_torch, error, len(rows), dtype)
 
 
-def logits_in_qrot(fitted: Fitted, learned: Learned | None, scheme: Scheme) -> Logits:
-    """The network as `qrot run` judges it; the model as it came where learned is None."""
+def logits_in_qrot(
+    fitted: Fitted,
+    learned: Learned | None,
+    scheme: Scheme,
+    *,
+    signs_folded: bool = False,
+    dtype: str = "float32",
+) -> Logits:
+    """The network as `qrot run` judges it; the model as it came where learned is None.
+
+    signs_folded: see `fold_signs` of compressed-tensors. dtype: of the arithmetic; parameters are
+    float32.
+    """
     model = fold_norms(fitted.opened.model(fitted.opened.read()))
     params, online, shifts, clips = model.params, None, None, None
     if learned is not None:
@@ -87,6 +109,9 @@ def logits_in_qrot(fitted: Fitted, learned: Learned | None, scheme: Scheme) -> L
             params, learned.rotations, model.config, learned.shifts, learned.scales
         )
         clips = learned.clips
+        if signs_folded:
+            params = params.replace(layers=fold_signs(params.layers, online))
+            online = online_of(learned.rotations)
     if scheme.rounds_weights:
         params = rtn(params, scheme)
 
@@ -100,18 +125,46 @@ def logits_in_qrot(fitted: Fitted, learned: Learned | None, scheme: Scheme) -> L
             scheme=scheme,
             shifts=shifts,
             clips=clips,
+            dtype=jnp.dtype(dtype),
         )
 
-    return lambda row: np.asarray(logits(params, online, shifts, clips, jnp.asarray(row)))
+    def run(row):
+        with jax.enable_x64(dtype == "float64"):
+            return np.asarray(logits(params, online, shifts, clips, jnp.asarray(row)))
+
+    return run
 
 
-def logits_in_torch(model: Any) -> Logits:
-    """A model of transformers, in float32 or as it was loaded."""
+def logits_in_torch(model: Any, config: ModelConfig, *, dtype: str = "float32") -> Logits:
+    """A model of transformers, as it was loaded or in float64.
+
+    In float64 its norms and rotary tables are, too, which transformers computes in float32 always:
+    1e-7 off, which at 4 bits is another network.
+    """
     import torch
+
+    if dtype == "float64":
+        model = model.double()
+
+        def tables(x, position_ids, **_):
+            with jax.enable_x64(True):
+                halves = rope_table(config, int(position_ids.max()) + 1, jnp.float64)
+            pair = (torch.from_numpy(np.array(half)) for half in halves)
+            return tuple(torch.cat([half, half], -1)[position_ids] for half in pair)
+
+        def norm(x, module):
+            mean = x.square().mean(-1, keepdim=True)
+            return x * torch.rsqrt(mean + module.variance_epsilon) * module.weight
+
+        model.model.rotary_emb.forward = tables
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = partial(norm, module=module)
 
     def logits(row):
         with torch.no_grad():
-            return model(input_ids=torch.from_numpy(row.astype(np.int64))).logits.float().numpy()
+            out = model(input_ids=torch.from_numpy(row.astype(np.int64))).logits
+        return out.to(getattr(torch, dtype)).numpy()
 
     return logits
 
