@@ -297,6 +297,15 @@ def scale_and_zero(x, clip, grid: Grid, axes: tuple[int, ...]):
     return _no_zeros(jnp.abs(x).max(axes, keepdims=True) * clip / grid.steps), None
 
 
+def elementwise_scale_and_zero(
+    x: Float[Array, "..."], grid: Grid, *, axis: int, clip: Float[Array, "..."] | float
+) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+    """Scale and zero point of every value, in x's shape; `fake_quantise` rounds by these."""
+    grouped, axes = _sharing(x, grid, axis % x.ndim)
+    found = scale_and_zero(grouped, clip, grid, axes)
+    return jax.tree.map(lambda s: jnp.broadcast_to(s, grouped.shape).reshape(x.shape), found)
+
+
 def _no_zeros(scale):
     return jnp.where(scale == 0, 1, scale)  # all values are 0: any scale represents them
 
@@ -304,11 +313,15 @@ def _no_zeros(scale):
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _fake_quantise(x, clip, grid, axes, scale_gradient):
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale, zero = scale_and_zero(x32, clip, grid, axes)
+    return nearest(x32, *scale_and_zero(x32, clip, grid, axes), grid).astype(x.dtype)
+
+
+def nearest(x, scale, zero, grid: Grid):
+    """The value next to each x on a grid of this scale and zero point (None if symmetric)."""
     low, high = grid.levels
     if zero is not None:
         low, high = low - zero, high - zero
-    return (jnp.clip(jnp.round(x32 / scale), low, high) * scale).astype(x.dtype)
+    return jnp.clip(jnp.round(x / scale), low, high) * scale
 
 
 def _forward(x, clip, grid, axes, scale_gradient):
