@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -102,26 +103,24 @@ def gptq(
         rounded = tuple(s for s, names in READERS.items() if any(own[n].on for n in names))
         run = partial(_run, turns=turns, window=window, rotations=rotations, config=config)
         if rounded:
-            found = (run(h, layer, sites=rounded)[1] for h in hidden)
+            found = (run(h, layer, sites=rounded) for h in hidden)
             hessians = reduce(lambda *both: jax.tree.map(jnp.add, *both), found)
             layer = round_layer(layer, hessians, own, settings, f"layer {i}")
         if i + 1 < len(grids):
-            hidden = [np.asarray(run(h, layer, sites=())[0]) for h in hidden]
+            hidden = [np.asarray(run(h, layer)) for h in hidden]
         done.append(layer)
         advance()
     return params.replace(layers=jax.tree.map(lambda *x: jnp.stack(x), *done))
 
 
 @partial(jax.jit, static_argnames=("config", "sites"))
-def _run(h: Float[Array, "batch length n"], layer, *, turns, window, rotations, config, sites):
-    """The layer's output, and the Hessians of the inputs that its weights read at some sites."""
+def _run(h: Float[Array, "batch length n"], layer, *, turns, window, rotations, config, sites=()):
+    """The layer's output, or the Hessians of what its weights read at some sites, if there are."""
     hessians: dict[str, Array] = {}
 
     def observe(site: str, x: Array) -> None:
         if site in sites:
-            x = x.reshape(-1, x.shape[-1])
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            hessians[site] = jnp.matmul(x.T, x, precision=_EXACT, preferred_element_type=wide)
+            hessians[site] = _hessian(x.reshape(-1, x.shape[-1]))
 
     plain = Scheme()
     rope, _ = tables(config, h.shape[1], h.dtype)
@@ -136,7 +135,17 @@ def _run(h: Float[Array, "batch length n"], layer, *, turns, window, rotations, 
         rope,
         observe=observe,
     )
-    return out, hessians
+    return hessians if sites else out
+
+
+def _hessian(x: Float[Array, "tokens n"]) -> Float[Array, "n n"]:
+    """X^T X. It is symmetric: four strips of its upper half are 5/8 of the work."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    product = partial(jnp.matmul, precision=_EXACT, preferred_element_type=wide)
+    edges = [x.shape[1] * i // 4 for i in range(5)]
+    strips = [jnp.pad(product(x[:, a:b].T, x[:, a:]), ((0, 0), (a, 0))) for a, b in pairwise(edges)]
+    upper = jnp.concatenate(strips)
+    return jnp.triu(upper) + jnp.triu(upper, 1).T
 
 
 def round_layer(
