@@ -187,7 +187,7 @@ def test_what_no_damping_helps_is_rounded_to_nearest():
     w = jnp.asarray(problem()[0], jnp.float32)
     hessian = jnp.full((IN, IN), -1e6) + jnp.eye(IN) * (1e6 + 1)
     grid = Grid(4, granularity="channel")
-    with pytest.warns(UserWarning, match="no Cholesky factor at damping 1;"):
+    with pytest.warns(UserWarning, match="at damping 1; it was rounded to nearest"):
         found = solve(w, hessian, grid, damping=1.0)
     np.testing.assert_array_equal(found, nearest(w, grid))
 
@@ -200,7 +200,7 @@ def test_a_group_has_to_divide():
 # Whole models
 
 ROWS = np.random.default_rng(7).integers(0, 97, (6, 16), np.int32)
-FEW = ("llama-biases", "mistral-window", "qwen2-tied", "qwen3-biases")
+FEW = ("llama-biases", "mistral-window", "qwen3-biases")
 W3 = Scheme(weights=Grid(3, clip="mse"))
 
 

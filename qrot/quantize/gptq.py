@@ -33,6 +33,7 @@ from qrot.model.params import Layers, Params
 from qrot.quantize.rtn import best_clip
 from qrot.rotation.rotations import Rotations, by_layer
 
+BLOCK = 128  # inputs that are rounded before the others hear of it
 _EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16
 
 
@@ -76,8 +77,8 @@ def gptq(
 
     Layer by layer: all windows run through a layer, on what the rounded layers before it make of
     them, then its weights are rounded, then the windows run through it once more. Activations and
-    cache are not quantised meanwhile, as in QuaRot and SpinQuant. On the device are one layer,
-    its Hessians and `batch` windows; the windows' hidden states are on the host.
+    cache are not quantised meanwhile, as in QuaRot and SpinQuant. Beside what is rounded, the
+    device holds one layer, its Hessians and `batch` windows; all hidden states are on the host.
 
     rows: tokens to calibrate on. rotations: what `fuse` left online; None where nothing was fused.
     advance: called after each layer.
@@ -92,10 +93,8 @@ def gptq(
         for start, stop, grids in segments(scheme, config.num_hidden_layers)
         for _ in range(start, stop)
     ]
-    hidden = [
-        np.asarray(jnp.take(params.embed, jnp.asarray(rows[i : i + batch]), axis=0))
-        for i in range(0, len(rows), batch)
-    ]
+    embed = np.asarray(params.embed)
+    hidden = [embed[rows[i : i + batch]] for i in range(0, len(rows), batch)]
     windows, done = config.sliding_window, []
     for i, own in enumerate(grids):
         layer, turns = jax.tree.map(lambda x, i=i: x[i], (params.layers, by_layer(rotations)))
@@ -177,9 +176,6 @@ def round_layer(
     return layer
 
 
-BLOCK = 128
-
-
 def solve(
     weight: Float[Array, "in out"],
     hessian: Float[Array, "in in"],
@@ -213,9 +209,9 @@ def solve(
 
 def _warn(where: str, damping: float, used: float) -> None:
     if used > 1.5 * damping:
+        so = f"{used:g} was used" if np.isfinite(used) else "it was rounded to nearest"
         warnings.warn(
-            f"GPTQ: the Hessian of {where} has no Cholesky factor at damping {damping:g}; "
-            f"{used:g} was used",
+            f"GPTQ: the Hessian of {where} has no Cholesky factor at damping {damping:g}; {so}",
             stacklevel=3,
         )
 
@@ -232,7 +228,7 @@ def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, 
 
 
 def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
-    """(order of the inputs, U in that order, damping used)."""
+    """(order of the inputs, U in that order, damping used or infinity where none helps)."""
     diagonal = jnp.diagonal(hessian)
     dead = diagonal <= 0
     mean = jnp.sum(jnp.where(dead, 0, diagonal)) / jnp.maximum(jnp.sum(~dead), 1)
@@ -255,6 +251,7 @@ def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
 
     share = jnp.asarray(damping, hessian.dtype)
     share, factor = jax.lax.while_loop(failed, again, (share, lower(share)))
+    share = jnp.where(jnp.isfinite(factor).all(), share, jnp.inf)
     inverse = jax.scipy.linalg.solve_triangular(factor, unit, lower=True)
     return order, inverse[::-1, ::-1], share
 
