@@ -7,14 +7,14 @@ of the extremes of x, and a rotation that is to shrink those extremes must feel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8, UInt8
 
 from qrot.errors import InputError
 
@@ -208,6 +208,15 @@ def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
     return runs
 
 
+def grids_by_layer(scheme: Scheme, layers: int) -> list[tuple[int, int, dict[str, dict[str, Any]]]]:
+    """The grids of activations and cache in plain values: (start, stop, {site: grid}) for runs of
+    layers, so that a reader of a file need not know what an override is."""
+    return [
+        (start, stop, {site: asdict(getattr(grids, site)) for site in (*READERS, "keys", "values")})
+        for start, stop, grids in segments(scheme, layers)
+    ]
+
+
 def _check_match(override: Override, layers: int) -> None:
     inputs = tuple(name for names in READERS.values() for name in names)
     names = {"weights": inputs, "activations": inputs, "keys": ("keys",), "values": ("values",)}
@@ -242,6 +251,30 @@ def fake_quantise(
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x, grid, axis % x.ndim)
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
+
+
+class Quantised(NamedTuple):
+    """Integers on a grid: value ~ (q - zero) * scale, in groups where the grid has them."""
+
+    q: Int8[Array, "..."] | UInt8[Array, "..."]  # unsigned with a zero point
+    scale: Float[Array, "..."]  # broadcasts against q
+    zero: Float[Array, "..."] | None  # None on a symmetric grid
+
+
+def quantise(x: Float[Array, "..."], grid: Grid, *, axis: int = -1, clip: Any = None) -> Quantised:
+    """The integers that `fake_quantise` stands for; arguments and errors are the same.
+
+    At most 8 bits. Along `axis` a grid with groups has two axes, groups and members.
+    """
+    if grid.bits > 8:
+        raise ValueError(f"{grid.bits} bits do not fit an int8")
+    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
+    grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
+    scale, zero = scale_and_zero(grouped, clip, grid, axes)
+    low, high = grid.levels
+    offset = 0 if zero is None else zero
+    q = jnp.clip(jnp.round(grouped / scale), low - offset, high - offset) + offset
+    return Quantised(q.astype(jnp.uint8 if zero is not None else jnp.int8), scale, zero)
 
 
 def expected_error(

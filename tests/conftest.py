@@ -34,6 +34,14 @@ def _own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled():
+    """Drop compiled programs after each file: Linux allows a process 65,530 memory maps, and LLVM
+    dies without a word when a suite of compilations has used them up."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def variant(tmp_path_factory):
     """(name, dtype="float32", **changes to config.json) -> Model; `model.name` is its folder."""

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learned import ALL, EACH, orthogonal, put, some_shifts
 from models import VARIANTS
 
 from qrot.grid import Grid, Scheme
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.quantize.rtn import rtn
-from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import (
     Kronecker,
     Rotations,
     Scales,
-    Shifts,
     as_matrix,
     per_head,
     rotate,
@@ -27,56 +26,6 @@ from qrot.rotation.sites import layer_sites
 
 A4 = Grid(4, "asymmetric")
 W16A4 = Scheme(Grid(), A4, A4, A4)
-
-
-def orthogonal(draw, *shape):
-    return jnp.asarray(np.linalg.qr(draw.normal(size=shape))[0])
-
-
-def parts(model, seed=0):
-    """Something of every kind for a model: scales and rotations by name."""
-    c, draw = model.config, np.random.default_rng(seed)
-    layers, heads, hd = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-    key_heads = 1 if model.params.layers.k_norm is not None else heads
-
-    def log(*shape):
-        return jnp.asarray(0.3 * draw.normal(size=(layers, *shape)))
-
-    left = next(a for a in (4, 3, 2) if c.intermediate_size % a == 0)
-    right = c.intermediate_size // left
-    signs = jnp.asarray(draw.choice([-1.0, 1.0], (layers, c.intermediate_size)))
-    blocks = orthogonal(draw, layers, c.intermediate_size // 4, 4, 4)
-    rotations = {
-        "value": orthogonal(draw, layers, heads, 1, hd, hd),
-        "key": orthogonal(draw, layers, heads, 1, hd, hd),
-        "down": Kronecker(
-            signs, orthogonal(draw, layers, left, left), orthogonal(draw, layers, right, right)
-        ),
-        "down blocks": blocks,
-    }
-    scales = {
-        "qkv": log(c.hidden_size),
-        "gate_up": log(c.hidden_size),
-        "down": log(c.intermediate_size),
-        "keys": log(key_heads, hd // 2),
-        "values": log(heads, hd),
-    }
-    return rotations, scales
-
-
-def put(model, names):
-    """Random Hadamard rotations, and of `parts` what is named."""
-    rotations, scales = parts(model)
-    chosen = {n.split()[0]: r for n, r in rotations.items() if f"rotation {n}" in names}
-    kept = Scales(**{n: s for n, s in scales.items() if f"scale {n}" in names})
-    return random_rotations(model.config, 1).replace(**chosen), kept
-
-
-EACH = [
-    *[[f"rotation {n}"] for n in ("value", "key", "down", "down blocks")],
-    *[[f"scale {n}"] for n in ("qkv", "gate_up", "down", "keys", "values")],
-]
-ALL = [n for names in EACH for n in names if n != "rotation down blocks"]
 
 
 @pytest.mark.parametrize("names", [*EACH, ALL], ids=[*(n[0] for n in EACH), "all"])
@@ -107,18 +56,7 @@ def test_the_fused_network_is_the_one_that_is_trained(variant, name):
     draw = np.random.default_rng(3)
     tokens = jnp.asarray(draw.integers(0, 90, (2, 12)))
     rotations, scales = jax.tree.map(jnp.float32, put(model, ALL))
-    shapes = {
-        "qkv": config.hidden_size,
-        "o": config.num_attention_heads * config.head_dim,
-        "gate_up": config.hidden_size,
-        "down": config.intermediate_size,
-    }
-    shifts = Shifts(
-        **{
-            site: jnp.asarray(0.1 * draw.normal(size=(config.num_hidden_layers, n)), jnp.float32)
-            for site, n in shapes.items()
-        }
-    )
+    shifts = some_shifts(model, draw)
     exact = forward(model.params, tokens, config)
     trained = forward(
         model.params,

@@ -134,6 +134,11 @@ def validate(settings: dict[str, Any]) -> RunConfig:
         raise
 
 
+def read_scheme(settings: dict[str, Any]) -> Scheme:
+    """A scheme out of a resolved configuration, or of a rotation file's metadata."""
+    return _build(Scheme, settings)
+
+
 def resolved(config: RunConfig) -> dict[str, Any]:
     """The whole configuration as plain YAML values; `validate` reads it back."""
     return TypeAdapter(RunConfig).dump_python(config, mode="json")

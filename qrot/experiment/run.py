@@ -28,7 +28,7 @@ from qrot.experiment.plot import plot_learning
 from qrot.experiment.prepare import Inputs, prepare
 from qrot.experiment.results import BESIDE, read_results, write_results, write_text
 from qrot.experiment.stages import Stages
-from qrot.grid import Scheme
+from qrot.grid import Scheme, grids_by_layer
 from qrot.learn.loop import learn, load_history, total_steps
 from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned
@@ -201,6 +201,7 @@ def _learned(inputs: Inputs, name: str, seed: int) -> tuple[Learned, dict[str, A
         "model": model.name,
         "digest": model.digest,
         "scheme": resolved(config)["scheme"],
+        "grids": grids_by_layer(config.scheme, model.config.num_hidden_layers),
         "seed": seed,
         "text": inputs.text,
         "qrot": qrot.__version__,

@@ -10,7 +10,7 @@ import math
 import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +69,23 @@ class _Leaf(NamedTuple):
     transposed: bool
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """Reads parameters: all of them, or only some layers, without embed, norm and head or with."""
+
+    def __call__(self, layers: range | None = None, *, ends: bool = True) -> Params: ...  # noqa: D102
+
+
 def assemble(
     config: ModelConfig, tensors: Mapping[str, Tensor], dtype: Any, *, biased: Collection[str]
-) -> Params:
-    """Stack `tensors` (by Hugging Face name, weights [out, in]) into `Params` of `dtype`.
+) -> Reader:
+    """What stacks `tensors` (by Hugging Face name, weights [out, in]) into `Params` of `dtype`.
 
     `biased` names the projections (q, k, v, o, gate, up, down) that have a bias. Memory: the
     result, one stacked array of it at a time on its way to an accelerator, and a block of rows.
 
-    Raises InputError for a missing or unexpected tensor, a wrong shape, a number that is not
-    finite or does not fit `dtype`, and a dtype that is not one of `DTYPES`.
+    Raises InputError for a missing or unexpected tensor, a wrong shape, and a dtype that is not
+    one of `DTYPES`; when read, for a number that is not finite or does not fit `dtype`.
     """
     dtype = _check_dtype(dtype)
     _check_heads(config)
@@ -105,17 +112,26 @@ def assemble(
                     f"{name} has shape {list(tensors[name].shape)}, but the configuration says"
                     f" {list(leaf.shape)}."
                 )
-    arrays = {key: _read(leaf, tensors, dtype) for key, leaf in leaves.items()}
 
-    def linear(field: str) -> Linear:
-        return Linear(arrays[f"{field}.weight"], arrays.get(f"{field}.bias"))
+    def read(layers: range | None = None, *, ends: bool = True) -> Params:
+        arrays = {}
+        for key, leaf in leaves.items():
+            if leaf.stacked and layers is not None:
+                leaf = leaf._replace(names=[leaf.names[i] for i in layers])
+            if leaf.stacked or ends:
+                arrays[key] = _read(leaf, tensors, dtype)
 
-    norms = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-    layers = Layers(
-        **{field: arrays.get(f"{field}.weight") for field in norms},
-        **{field: linear(field) for field in PROJECTIONS},
-    )
-    return Params(embed=arrays[EMBED], layers=layers, norm=arrays[NORM], head=arrays.get(HEAD))
+        def linear(field: str) -> Linear:
+            return Linear(arrays[f"{field}.weight"], arrays.get(f"{field}.bias"))
+
+        norms = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+        stacked = Layers(
+            **{field: arrays.get(f"{field}.weight") for field in norms},
+            **{field: linear(field) for field in PROJECTIONS},
+        )
+        return Params(arrays.get(EMBED), stacked, arrays.get(NORM), arrays.get(HEAD))
+
+    return read
 
 
 def _check_dtype(dtype: Any) -> np.dtype:

@@ -42,13 +42,28 @@ def fold_norms(model: Model) -> Model:
     The norms keep scales of one. The norms of q and k (Qwen3) stay: they act within a head, after
     the projection.
     """
-    params = untie(model.params)
-    layers = params.layers
+    params = fold_ends(model.params)
+    return model.replace(
+        params=params.replace(layers=fold_layers(params.layers)),
+        config=replace_config(model.config, tie_word_embeddings=False),
+    )
+
+
+def fold_ends(params: Params) -> Params:
+    """Untie, and move the scale of the last norm into the head; layers are left alone."""
+    params = untie(params)
+    return params.replace(
+        head=_times(params.head, params.norm[:, None]), norm=jnp.ones_like(params.norm)
+    )
+
+
+def fold_layers(layers: Layers) -> Layers:
+    """Move the scales of the norms of some layers into the weights that read them."""
 
     def fold(linear: Linear, scale) -> Linear:
         return linear.replace(weight=_times(linear.weight, scale[:, :, None]))
 
-    layers = layers.replace(
+    return layers.replace(
         q=fold(layers.q, layers.attention_norm),
         k=fold(layers.k, layers.attention_norm),
         v=fold(layers.v, layers.attention_norm),
@@ -56,14 +71,6 @@ def fold_norms(model: Model) -> Model:
         up=fold(layers.up, layers.mlp_norm),
         attention_norm=jnp.ones_like(layers.attention_norm),
         mlp_norm=jnp.ones_like(layers.mlp_norm),
-    )
-    params = params.replace(
-        layers=layers,
-        head=_times(params.head, params.norm[:, None]),
-        norm=jnp.ones_like(params.norm),
-    )
-    return model.replace(
-        params=params, config=replace_config(model.config, tie_word_embeddings=False)
     )
 
 
@@ -162,24 +169,57 @@ def fuse(
     down whose inverse is in the weights now), and the shifts in the rotated basis. The function of
     the network is unchanged. Raises ValueError where the norms are not folded.
     """
-    if rotations.fused:
-        raise ValueError("these rotations are fused already")
     norms = (params.layers.attention_norm, params.layers.mlp_norm, params.norm)
     if params.head is None or not all((norm == 1).all() for norm in norms):
         raise ValueError("the norms of these parameters are not folded: call fold_norms first")
+    params = fuse_ends(params, rotations)
+    params = params.replace(layers=fuse_layers(params.layers, rotations, config, scales))
+    return params, left_online(rotations), fuse_shifts(shifts, rotations, config, scales)
+
+
+def left_online(rotations: Rotations) -> Rotations:
+    """What acts at run time once the rest is in the weights."""
+    return Rotations(key=rotations.key, down=rotations.down, fused=True)
+
+
+def fuse_ends(params: Params, rotations: Rotations) -> Params:
+    """`fuse` for embed and head alone."""
     with jax.enable_x64(True):
-        wide, shifts, scales = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64), (rotations, shifts, scales)
-        )
-        wide = jax.tree.map(_orthogonal, wide, is_leaf=is_signed)
-        layers = _fuse_layers(params.layers, wide, scales or Scales(), config)
-        embed = _fuse_rows(params.embed, wide.residual)
-        head = _fuse_rows(params.head.T, wide.residual).T
-        if shifts is not None:
-            turned = rotate_shifts(shifts, wide, config, scales)
-            shifts = jax.tree.map(jnp.float32, turned)
-    online = Rotations(key=rotations.key, down=rotations.down, fused=True)
-    return params.replace(layers=layers, embed=embed, head=head), online, shifts
+        residual = _refined(rotations).residual
+        embed = _fuse_rows(params.embed, residual)
+        return params.replace(embed=embed, head=_fuse_rows(params.head.T, residual).T)
+
+
+def fuse_layers(
+    layers: Layers, rotations: Rotations, config: ModelConfig, scales: Scales | None = None
+) -> Layers:
+    """`fuse` for some layers alone; rotations and scales are of these layers, on a leading axis."""
+    with jax.enable_x64(True):
+        scales = jax.tree.map(_wide, scales or Scales())
+        return _fuse_layers(layers, _refined(rotations), scales, config)
+
+
+def fuse_shifts(
+    shifts: Shifts | None, rotations: Rotations, config: ModelConfig, scales: Scales | None = None
+) -> Shifts | None:
+    """`rotate_shifts` in float64, for fused weights; None for None."""
+    if shifts is None:
+        return None
+    with jax.enable_x64(True):
+        wide, scales = jax.tree.map(_wide, (shifts, scales))
+        turned = rotate_shifts(wide, _refined(rotations), config, scales)
+        return jax.tree.map(jnp.float32, turned)
+
+
+def _refined(rotations: Rotations) -> Rotations:
+    """In float64, and orthogonal to within it."""
+    if rotations.fused:
+        raise ValueError("these rotations are fused already")
+    return jax.tree.map(_orthogonal, jax.tree.map(_wide, rotations), is_leaf=is_signed)
+
+
+def _wide(x):
+    return jnp.asarray(x, jnp.float64)
 
 
 @jax.jit

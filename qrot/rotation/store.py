@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from qrot.errors import InputError
 from qrot.grid import OFF
+from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
 from qrot.rotation.rotations import (
     Clips,
     Hadamard,
@@ -25,21 +26,24 @@ from qrot.rotation.rotations import (
     is_signed,
 )
 
-_FORMAT = "qrot rotations 2"
+_FORMAT = "qrot rotations 3"
+_OLDER = "qrot rotations 2"  # the same without the factors of Hadamard matrices
 _BESIDE = {"shifts": Shifts, "clips": Clips, "scales": Scales}
 
 
 def save_rotations(path: Path, learned: Learned, metadata: dict[str, Any]) -> None:
     """Write one safetensors file: float32 tensors by name, and the metadata that say whose it is.
 
-    metadata must hold `model` and `digest` (see `load_rotations`); scheme, objective, seed and
-    `trained_weight_bits` belong there too.
+    Hadamard matrices come as signs and their int8 Kronecker factors, so that a reader needs no
+    constructions of its own. metadata must hold `model` and `digest` (see `load_rotations`);
+    scheme, grids, objective, seed and `trained_weight_bits` belong there too.
     """
     tensors, blocks = {}, {}
     for tree, value in vars(learned).items():
         for name, leaf in vars(value).items() if value is not None else ():
             if is_signed(leaf):
                 blocks[name] = getattr(leaf, "block", None)
+                tensors |= {f"{tree}.{name}.{part}": x for part, x in _factors(leaf).items()}
                 parts = {f".{part}": x for part, x in vars(leaf).items() if part != "block"}
             else:
                 parts = {"": leaf}
@@ -76,7 +80,7 @@ def load_rotations(
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a readable rotation file ({error})") from error
     needed = {"model", "digest", "blocks"}
-    if metadata.pop("format", None) != _FORMAT or not needed <= metadata.keys():
+    if metadata.pop("format", None) not in (_FORMAT, _OLDER) or not needed <= metadata.keys():
         raise InputError(f"{path}: not a rotation file of qrot")
     if digest is not None and metadata["digest"] != digest:
         raise InputError(
@@ -96,8 +100,7 @@ def load_rotations(
             sites[tree][site] = tensor
     for site, parts in sites["rotations"].items():
         if isinstance(parts, dict):
-            whole = Kronecker(**parts) if "left" in parts else Hadamard(**parts, block=blocks[site])
-            sites["rotations"][site] = whole
+            sites["rotations"][site] = _signed(path, parts, blocks[site])
     beside = {tree: kind(**sites[tree]) if sites[tree] else None for tree, kind in _BESIDE.items()}
     return Learned(Rotations(**sites["rotations"]), **beside), metadata
 
@@ -117,3 +120,31 @@ def warn_of_weights(
             "bits are meant for GPTQ or for weights left alone",
             stacklevel=3,
         )
+
+
+def _factors(leaf: Hadamard | Kronecker) -> dict[str, np.ndarray]:
+    if isinstance(leaf, Kronecker):
+        return {}
+    orders = hadamard_factors(leaf.block or leaf.signs.shape[-1])
+    return {f"factor{i}": np.array(hadamard_matrix(n)) for i, n in enumerate(orders)}
+
+
+def _signed(path: Path, parts: dict[str, Any], block: int | None) -> Hadamard | Kronecker:
+    if "left" in parts:
+        return Kronecker(**parts)
+    leaf = Hadamard(parts["signs"], block)
+    theirs = [np.asarray(parts[name], np.float64) for name in sorted(parts) if name != "signs"]
+    if theirs:
+        # One vector of random numbers tells any two matrices apart, however they are factored.
+        probe = np.random.default_rng(0).standard_normal(block or leaf.signs.shape[-1])
+        ours = [np.asarray(x, np.float64) for x in _factors(leaf).values()]
+        products = [_product(probe, factors) for factors in (theirs, ours)]
+        if products[0].shape != products[1].shape or not np.allclose(products[0], products[1]):
+            raise InputError(f"{path}: made with other Hadamard matrices than this qrot has")
+    return leaf
+
+
+def _product(x: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
+    for factor in factors:
+        x = np.einsum("sk,st->kt", x.reshape(len(factor), -1), factor)
+    return x.ravel()

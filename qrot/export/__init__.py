@@ -1,0 +1,1 @@
+"""Rotated and quantised models for PyTorch, each format in its file."""

@@ -1,0 +1,96 @@
+"""What is exported: rotations, the model they were fitted to, and the grids they were judged at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qrot.errors import InputError
+from qrot.experiment.config import read_scheme
+from qrot.grid import Scheme
+from qrot.model.fuse import fold_ends, fold_layers, fuse_ends, fuse_layers
+from qrot.model.load import Opened, open_model
+from qrot.model.params import Layers, Params
+from qrot.rotation.rotations import Learned, Rotations, Scales, by_layer
+from qrot.rotation.store import load_rotations
+
+FILE = "rotations.safetensors"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Rotations with their model, whose parameters are yet to be read."""
+
+    opened: Opened
+    learned: Learned
+    scheme: Scheme
+    metadata: dict[str, Any]  # of the rotation file, and where it was
+
+
+def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
+    """Open a run folder or a rotation file, and the model that its metadata name.
+
+    model: where that model is now, if no longer under its name. Raises InputError where there are
+    no rotations or several, and where the model is not the one that they were fitted to.
+    """
+    path = _rotation_file(source)
+    learned, metadata = load_rotations(path)
+    opened = open_model(model or metadata["model"])
+    load_rotations(path, digest=opened.digest)
+    scheme = read_scheme(metadata.get("scheme", {}))
+    return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)})
+
+
+def _rotation_file(source: Path) -> Path:
+    if not source.is_dir():
+        return source
+    if (source / FILE).is_file():
+        return source / FILE
+    seeds = sorted(str(path) for path in source.glob(f"seed*/{FILE}"))
+    if seeds:
+        raise InputError(f"{source}: several seeds, export one of {', '.join(seeds)}")
+    raise InputError(f"{source}: a run without learned rotations has none to export")
+
+
+def fused_ends(fitted: Fitted, rotations: Rotations) -> Params:
+    """Embedding and head, rotated; without layers. Read anew at each call."""
+    return fuse_ends(fold_ends(fitted.opened.read(range(0))), rotations)
+
+
+def fused_layers(fitted: Fitted, learned: Learned) -> Iterator[Layers]:
+    """The layers one after the other, each a stack of one, read, folded and fused on demand."""
+    config = fitted.opened.config
+    rotations, scales = learned.rotations, learned.scales or Scales()
+    for i in range(config.num_hidden_layers):
+        own, factors = jax.tree.map(lambda x, i=i: x[i : i + 1], (by_layer(rotations), scales))
+        layers = fold_layers(fitted.opened.read(range(i, i + 1), ends=False).layers)
+        yield fuse_layers(layers, rotations.replace(**own), config, factors)
+
+
+def offline(learned: Learned) -> Learned:
+    """Only what the weights can hold: R1, R2 and scales, no online rotation."""
+    rotations = learned.rotations.replace(key=None, down=None)
+    return Learned(rotations, scales=learned.scales)
+
+
+def left_out(learned: Learned, *, scales: bool = True) -> str:
+    """What a format without online rotations, shifts and clips loses; "" if nothing."""
+    rotations = learned.rotations
+    parts = {
+        "R3": rotations.key,
+        "R4": rotations.down,
+        "shifts": learned.shifts,
+        "clip ratios": learned.clips,
+        "scales": None if scales else learned.scales,
+    }
+    return ", ".join(name for name, part in parts.items() if jax.tree.leaves(part))
+
+
+def as_numpy(x: Any, dtype: Any) -> np.ndarray:
+    """An array on the host, cast once, in one piece."""
+    return np.ascontiguousarray(np.asarray(x).astype(dtype))

@@ -1,0 +1,177 @@
+"""Proof: what was written, loaded in PyTorch, against qrot's own network, token by token."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from qrot.errors import InputError
+from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
+from qrot.experiment.data import Data, read_texts
+from qrot.export.fitted import Fitted
+from qrot.grid import Scheme
+from qrot.model.forward import forward
+from qrot.model.fuse import fold_norms, fuse
+from qrot.model.load import Opened
+from qrot.model.tokenizer import encode
+from qrot.quantize.rtn import rtn
+from qrot.rotation.rotations import Learned
+
+WINDOWS = Windows(length=512, count=16)
+Logits = Callable[[Int[np.ndarray, "batch length"]], Float[np.ndarray, "batch length vocab"]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two networks on the same text."""
+
+    logits: float  # largest difference in the first window, over the largest logit there
+    perplexity: float  # of qrot's
+    in_torch: float  # of PyTorch's
+    windows: int
+
+    @property
+    def relative(self) -> float:
+        """Of the perplexities."""
+        return abs(self.in_torch / self.perplexity - 1)
+
+    def __str__(self):
+        return (
+            f"logits differ by at most {self.logits:.1e} of the largest; perplexity on "
+            f"{self.windows} windows of pydoc {self.perplexity:.4f} in qrot, {self.in_torch:.4f} "
+            f"in PyTorch ({self.relative:.3%} apart)"
+        )
+
+
+def windows_of(opened: Opened, windows: Windows = WINDOWS) -> Int[np.ndarray, "count length"]:
+    """Windows of the text that ships with Python. Raises InputError without a tokenizer."""
+    if opened.tokenizer is None:
+        raise InputError("--verify: this model came without a tokenizer that qrot can read")
+    tokens = encode(opened.tokenizer, read_texts(Data()).evaluation)
+    length = min(windows.length, opened.config.max_position_embeddings)
+    return cut_windows(tokens, replace(windows, length=length))
+
+
+def compare(
+    ours: Logits, theirs: Logits, rows: Int[np.ndarray, "count length"], *, advance: Callable
+) -> Difference:
+    """Logits and perplexity of both, a window at a time. advance: told of each window."""
+    total, largest = np.zeros(2), 0.0
+    for i in range(len(rows)):
+        row = rows[i : i + 1]
+        pair = ours(row), theirs(row)
+        if i == 0:
+            largest = float(np.abs(pair[0] - pair[1]).max() / np.abs(pair[0]).max())
+        for j, logits in enumerate(pair):
+            total[j] += float(token_nll(jnp.asarray(logits), jnp.asarray(row)).mean())
+        advance(1)
+    perplexity, in_torch = (math.exp(min(x / len(rows), 700)) for x in total)
+    return Difference(largest, perplexity, in_torch, len(rows))
+
+
+def logits_in_qrot(fitted: Fitted, learned: Learned | None, scheme: Scheme) -> Logits:
+    """The network as `qrot run` judges it; the model as it came where learned is None."""
+    model = fold_norms(fitted.opened.model(fitted.opened.read()))
+    params, online, shifts, clips = model.params, None, None, None
+    if learned is not None:
+        params, online, shifts = fuse(
+            params, learned.rotations, model.config, learned.shifts, learned.scales
+        )
+        clips = learned.clips
+    if scheme.rounds_weights:
+        params = rtn(params, scheme)
+
+    @jax.jit
+    def logits(params, online, shifts, clips, tokens):
+        return forward(
+            params,
+            tokens,
+            model.config,
+            rotations=online,
+            scheme=scheme,
+            shifts=shifts,
+            clips=clips,
+        )
+
+    return lambda row: np.asarray(logits(params, online, shifts, clips, jnp.asarray(row)))
+
+
+def logits_in_torch(model: Any) -> Logits:
+    """A model of transformers, in float32 or as it was loaded."""
+    import torch
+
+    def logits(row):
+        with torch.no_grad():
+            return model(input_ids=torch.from_numpy(row.astype(np.int64))).logits.float().numpy()
+
+    return logits
+
+
+def load_plain(folder: Path) -> Any:
+    """What transformers alone makes of a folder."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def load_with_module(folder: Path, module: str) -> Any:
+    """What the module that lies in the folder makes of it."""
+    spec = importlib.util.spec_from_file_location("exported", folder / module)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{folder}: has no {module}")
+    exported = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exported)
+    return exported.load(folder)
+
+
+def apply_spinquant(model: Any, path: Path) -> Any:
+    """Turn a transformers model with tied or untied embeddings by an R.bin, as SpinQuant does.
+
+    Norms are folded first; no embedding is centred, which RMSNorm would not bear.
+    """
+    import torch
+
+    tensors = {name: x.double() for name, x in torch.load(path, weights_only=True).items()}
+    first, decoder = tensors["R1"], model.model
+    with torch.no_grad():
+        head = model.lm_head.weight.double() * decoder.norm.weight.double()
+        model.lm_head.weight = torch.nn.Parameter((head @ first).to(model.lm_head.weight.dtype))
+        table = decoder.embed_tokens.weight
+        table.data = (table.double() @ first).to(table.dtype)
+        decoder.norm.weight.fill_(1)
+        for i, layer in enumerate(decoder.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            second = tensors[f"model.layers.{i}.self_attn.R2"]
+            for norm, linears in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                for linear in linears:
+                    weight = linear.weight.double() * norm.weight.double()
+                    linear.weight.copy_(weight @ first)
+                norm.weight.fill_(1)
+            for linear in (attention.o_proj, mlp.down_proj):
+                linear.weight.copy_(first.T @ linear.weight.double())
+                if linear.bias is not None:
+                    linear.bias.copy_(linear.bias.double() @ first)
+            _turn_values(attention, second)
+    return model
+
+
+def _turn_values(attention: Any, second: Any) -> None:
+    size = len(second)
+    v, o = attention.v_proj, attention.o_proj
+    heads = v.weight.double().T.unflatten(-1, (-1, size)) @ second
+    v.weight.copy_(heads.flatten(-2).T)
+    if v.bias is not None:
+        v.bias.copy_((v.bias.double().unflatten(-1, (-1, size)) @ second).flatten(-2))
+    o.weight.copy_((o.weight.double().unflatten(-1, (-1, size)) @ second).flatten(-2))
