@@ -271,9 +271,7 @@ def quantise(x: Float[Array, "..."], grid: Grid, *, axis: int = -1, clip: Any = 
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
     scale, zero = scale_and_zero(grouped, clip, grid, axes)
-    low, high = grid.levels
-    offset = 0 if zero is None else zero
-    q = jnp.clip(jnp.round(grouped / scale), low - offset, high - offset) + offset
+    q = nearest(grouped, scale, zero, grid) + (0 if zero is None else zero)
     return Quantised(q.astype(jnp.uint8 if zero is not None else jnp.int8), scale, zero)
 
 
@@ -335,7 +333,7 @@ def elementwise_scale_and_zero(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
     """Scale and zero point of every value, in x's shape; `fake_quantise` rounds by these."""
     grouped, axes = _sharing(x, grid, axis % x.ndim)
-    found = scale_and_zero(grouped, clip, grid, axes)
+    found = scale_and_zero(grouped, jnp.asarray(clip, jnp.float32), grid, axes)
     return jax.tree.map(lambda s: jnp.broadcast_to(s, grouped.shape).reshape(x.shape), found)
 
 
@@ -346,15 +344,16 @@ def _no_zeros(scale):
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _fake_quantise(x, clip, grid, axes, scale_gradient):
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return nearest(x32, *scale_and_zero(x32, clip, grid, axes), grid).astype(x.dtype)
+    scale, zero = scale_and_zero(x32, clip, grid, axes)
+    return (nearest(x32, scale, zero, grid) * scale).astype(x.dtype)
 
 
 def nearest(x, scale, zero, grid: Grid):
-    """The value next to each x on a grid of this scale and zero point (None if symmetric)."""
+    """q - zero of the level next to each x; zero is None on a symmetric grid."""
     low, high = grid.levels
     if zero is not None:
         low, high = low - zero, high - zero
-    return jnp.clip(jnp.round(x / scale), low, high) * scale
+    return jnp.clip(jnp.round(x / scale), low, high)
 
 
 def _forward(x, clip, grid, axes, scale_gradient):

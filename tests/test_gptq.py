@@ -83,7 +83,7 @@ def papers(w, h, grid, *, clip=1.0, damping=0.01, act_order=True):
 def test_the_papers_formulas(granularity, kind, act_order):
     w, h = problem()
     grid = Grid(3, kind, granularity, GROUPS[granularity], clip=0.9)
-    expected, better = papers(w, h, grid, clip=0.9, act_order=act_order)
+    expected, better = papers(w, h, grid, clip=np.float64(np.float32(0.9)), act_order=act_order)
     assert better.any()
     with jax.enable_x64(True):
         found = solve(jnp.asarray(w), jnp.asarray(h), grid, act_order=act_order, block=8)

@@ -201,6 +201,7 @@ def _learned(inputs: Inputs, name: str, seed: int) -> tuple[Learned, dict[str, A
         "model": model.name,
         "digest": model.digest,
         "scheme": resolved(config)["scheme"],
+        "weight_method": config.weight_method,
         "grids": grids_by_layer(config.scheme, model.config.num_hidden_layers),
         "seed": seed,
         "text": inputs.text,

@@ -267,7 +267,7 @@ def _rounded(
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     clip = best_clip(wide, grid) if grid.clip == "mse" else grid.clip
     scale, zero = elementwise_scale_and_zero(wide, grid, axis=-2, clip=clip)
-    plain = nearest(wide, scale, zero, grid)
+    plain = nearest(wide, scale, zero, grid) * scale
     zeros = None if zero is None else zero[order]
     spread = _spread(wide[order], scale[order], zeros, root, grid, block)
     spread = jnp.zeros_like(wide).at[order].set(spread)
@@ -313,7 +313,7 @@ def _spread(
             j, column, row, scale, zero = inputs
             # Errors of this row and of those after it are still 0.
             row = row - jnp.matmul(column, errors, precision=_EXACT)
-            near = nearest(row, scale, zero, grid)
+            near = nearest(row, scale, zero, grid) * scale
             return errors.at[j].set((row - near) / column[j]), near
 
         rows = jax.tree.map(here, (weight, scale, zero))
