@@ -284,7 +284,7 @@ def test_a_folder_of_something_else_is_refused(config):
         ({"learn": Learn(length=128, held_out=3)}, "the text has 400 tokens: 3 windows of 128"),
         (
             {"weight_method": "gptq"},
-            "gptq.windows: the text has 400 tokens: 0 windows of 512, not 128",
+            "gptq.windows: the text has 400 tokens: 0 windows of 512, not 64",
         ),
     ],
 )

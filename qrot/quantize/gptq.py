@@ -41,14 +41,14 @@ _EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16
 class Gptq:
     """How GPTQ rounds.
 
-    windows, length: of the calibration text.
+    windows, length: of the calibration text, from all over it.
     damping: what is added to the Hessian's diagonal, as a share of its mean.
     act_order: whether the inputs that weigh most are rounded first.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    windows: int = 128
+    windows: int = 64
     length: int = 512
     damping: float = 0.01
     act_order: bool = True
