@@ -104,10 +104,10 @@ def export(
     fitted = read_fitted(source, model=model)
     with Stages(console) as stages:
         exported, difference = write(fitted, out, kind, options, stages, check=verify)
-    if exported.lost:
-        warnings.warn(f"{kind} has no place for {exported.lost}: left out", stacklevel=1)
     size = sum(path.stat().st_size for path in out.iterdir())
-    console.print(f"{out}: {exported.lines[0]}", f"{size / 1e6:,.1f} MB", highlight=False)
+    console.print(f"{out}: {size / 1e6:,.1f} MB. {exported.lines[0]}", highlight=False)
+    if exported.lost:
+        console.print(f"Left out, as the format has no place for it: {exported.lost}.")
     if difference is not None:
         console.print(f"Verified: {difference}", highlight=False)
 

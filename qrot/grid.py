@@ -323,9 +323,18 @@ def scale_and_zero(x, clip, grid: Grid, axes: tuple[int, ...]):
     if grid.kind == "asymmetric":
         low = jnp.minimum(x.min(axes, keepdims=True), 0) * clip
         high = jnp.maximum(x.max(axes, keepdims=True), 0) * clip
-        scale = _no_zeros((high - low) / grid.steps)
-        return scale, jnp.round(-low / scale)
-    return _no_zeros(jnp.abs(x).max(axes, keepdims=True) * clip / grid.steps), None
+        scale = _no_zeros(_divide(high - low, grid.steps))
+        return scale, jnp.round(_divide(-low, scale))
+    return _no_zeros(_divide(jnp.abs(x).max(axes, keepdims=True) * clip, grid.steps)), None
+
+
+def _divide(x, y):
+    """x / y, correctly rounded, where XLA would multiply by the reciprocal of a scalar or a scale.
+
+    On the grid absmax/7.5 the largest value lies just between two levels: the last bit of the
+    quotient decides, and should do so as in PyTorch. The condition is false for every number.
+    """
+    return x / jnp.where(jnp.isnan(x), x, y)
 
 
 def elementwise_scale_and_zero(
@@ -353,7 +362,7 @@ def nearest(x, scale, zero, grid: Grid):
     low, high = grid.levels
     if zero is not None:
         low, high = low - zero, high - zero
-    return jnp.clip(jnp.round(x / scale), low, high)
+    return jnp.clip(jnp.round(_divide(x, scale)), low, high)
 
 
 def _forward(x, clip, grid, axes, scale_gradient):
@@ -375,7 +384,7 @@ def _backward(grid, axes, scale_gradient, saved, g):
     low, high = grid.levels
     if zero is not None:
         low, high = low - zero, high - zero
-    t = x32 / scale
+    t = _divide(x32, scale)
     rounded = jnp.round(t)
     inside = (rounded >= low) & (rounded <= high)
     g_x = jnp.where(inside, g, 0)
