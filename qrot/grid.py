@@ -271,9 +271,7 @@ def quantise(x: Float[Array, "..."], grid: Grid, *, axis: int = -1, clip: Any = 
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
     scale, zero = scale_and_zero(grouped, clip, grid, axes)
-    low, high = grid.levels
-    offset = 0 if zero is None else zero
-    q = jnp.clip(jnp.round(_divide(grouped, scale)), low - offset, high - offset) + offset
+    q = nearest(grouped, scale, zero, grid) + (0 if zero is None else zero)
     return Quantised(q.astype(jnp.uint8 if zero is not None else jnp.int8), scale, zero)
 
 
@@ -339,6 +337,15 @@ def _divide(x, y):
     return x / jnp.where(jnp.isnan(x), x, y)
 
 
+def elementwise_scale_and_zero(
+    x: Float[Array, "..."], grid: Grid, *, axis: int, clip: Float[Array, "..."] | float
+) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+    """Scale and zero point of every value, in x's shape; `fake_quantise` rounds by these."""
+    grouped, axes = _sharing(x, grid, axis % x.ndim)
+    found = scale_and_zero(grouped, jnp.asarray(clip, jnp.float32), grid, axes)
+    return jax.tree.map(lambda s: jnp.broadcast_to(s, grouped.shape).reshape(x.shape), found)
+
+
 def _no_zeros(scale):
     return jnp.where(scale == 0, 1, scale)  # all values are 0: any scale represents them
 
@@ -347,10 +354,15 @@ def _no_zeros(scale):
 def _fake_quantise(x, clip, grid, axes, scale_gradient):
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale, zero = scale_and_zero(x32, clip, grid, axes)
+    return (nearest(x32, scale, zero, grid) * scale).astype(x.dtype)
+
+
+def nearest(x, scale, zero, grid: Grid):
+    """q - zero of the level next to each x; zero is None on a symmetric grid."""
     low, high = grid.levels
     if zero is not None:
         low, high = low - zero, high - zero
-    return (jnp.clip(jnp.round(_divide(x32, scale)), low, high) * scale).astype(x.dtype)
+    return jnp.clip(jnp.round(_divide(x, scale)), low, high)
 
 
 def _forward(x, clip, grid, axes, scale_gradient):

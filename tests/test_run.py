@@ -10,6 +10,7 @@ from pathlib import Path
 
 import models
 import pytest
+import yaml
 from rich.console import Console
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -24,6 +25,7 @@ from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid, Scheme
 from qrot.learn.settings import Learn
+from qrot.quantize.gptq import Gptq
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
 
@@ -71,6 +73,7 @@ def config(tiny, tmp_path):
 
 
 CHEAP = ("full_precision", "rtn")
+GPTQ = Gptq(windows=6, length=16)
 
 
 def quiet() -> Console:
@@ -152,6 +155,46 @@ def test_rotations_of_another_run_are_judged_alike(config):
     assert same["objective"] == "cross_entropy"
 
 
+def test_gptq_rounds_the_weights_of_every_row(config):
+    methods = ("full_precision", "rtn", "random_hadamard")
+    config = replace(config, methods=methods, seeds=(0,))
+    plain = run(replace(config, out=config.out + "-plain"), quiet())["rows"]
+    shown = io.StringIO()
+    found = run(replace(config, weight_method="gptq", gptq=GPTQ), Console(file=shown))
+    assert "random hadamard, seed 0: GPTQ" in shown.getvalue()
+    full, *rows = found["rows"]
+    assert full["nll"] == plain[0]["nll"]
+    assert "weight_method" not in full
+    for row, other in zip(rows, plain[1:], strict=True):
+        assert row["weight_method"] == "gptq"
+        assert 0 < row["weight_seconds"] < row["seconds"]
+        assert row["nll"] != other["nll"]
+        assert "weight_method" not in other
+    text = markdown(found)
+    assert "at W4A4KV4 (GPTQ weights) on" in text
+    assert "GPTQ rounded the weights of every row" in text
+
+
+def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
+    config = replace(config, methods=("learned",), weight_method="gptq", gptq=GPTQ)
+    (row,) = run(config, quiet())["rows"]
+    assert row["trained_weight_bits"] == 16
+    saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
+    (same,) = run(replace(config, out=config.out + "-saved", **saved), quiet())["rows"]
+    assert same["nll"] == row["nll"]
+
+
+def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
+    learn = replace(config.learn, weight_bits=4)
+    config = replace(config, methods=("learned",), learn=learn, weight_method="gptq", gptq=GPTQ)
+    sentence = "learned with weights at 4 bits and is used with weights that GPTQ rounds"
+    with pytest.warns(UserWarning, match=sentence):
+        (row,) = run(config, quiet())["rows"]
+    saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
+    with pytest.warns(UserWarning, match=sentence):
+        run(replace(config, out=config.out + "-saved", **saved), quiet())
+
+
 def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):
     config = replace(config, methods=("rtn", "saved"), saved=str(tmp_path / "absent"))
     with pytest.raises(InputError, match="absent: no such rotation file"):
@@ -161,7 +204,7 @@ def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(c
 
 def test_a_stopped_run_goes_on(config, monkeypatch):
     config = replace(config, methods=("full_precision", "rtn", "random_hadamard"))
-    original, begun = module._judge, []
+    original, begun = module.judge, []
 
     def judge(inputs, name, *rest):
         begun.append(name)
@@ -169,7 +212,7 @@ def test_a_stopped_run_goes_on(config, monkeypatch):
             raise KeyboardInterrupt
         return original(inputs, name, *rest)
 
-    monkeypatch.setattr(module, "_judge", judge)
+    monkeypatch.setattr(module, "judge", judge)
     with pytest.raises(KeyboardInterrupt):
         run(config, quiet())
     kept = json.loads((Path(config.out) / "results.json").read_text())["rows"]
@@ -189,6 +232,18 @@ def test_a_folder_of_another_config_is_refused(config):
     with pytest.raises(InputError, match=r"another config, which differs in scheme\.keys\.bits"):
         run(other, quiet())
     assert (Path(config.out) / "results.json").read_bytes() == before
+
+
+def test_a_folder_from_before_there_was_a_key_goes_on(config):
+    config = replace(config, methods=CHEAP)
+    before = run(config, quiet())
+    file = Path(config.out) / "config.yaml"
+    settings = yaml.safe_load(file.read_text())
+    del settings["weight_method"], settings["gptq"]
+    file.write_text(yaml.safe_dump(settings))
+    assert run(config, quiet())["rows"] == before["rows"]
+    with pytest.raises(InputError, match="differs in weight_method"):
+        run(replace(config, weight_method="gptq", gptq=GPTQ), quiet())
 
 
 def test_a_folder_measured_on_another_text_is_refused(config, tmp_path):
@@ -227,6 +282,10 @@ def test_a_folder_of_something_else_is_refused(config):
         ({"data": Data("files", "/absent")}, "/absent/calibration.txt: cannot be read"),
         ({"data": Data("wikitext2", "/absent")}, "/absent/wiki.train.raw: cannot be read"),
         ({"learn": Learn(length=128, held_out=3)}, "the text has 400 tokens: 3 windows of 128"),
+        (
+            {"weight_method": "gptq"},
+            "gptq.windows: the text has 400 tokens: 0 windows of 512, not 64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(config, change, sentence):
@@ -271,7 +330,7 @@ def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
 
 
 def test_faults_of_qrot_keep_their_traceback(config, monkeypatch):
-    monkeypatch.setattr(module, "_judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "judge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(config, quiet())
 

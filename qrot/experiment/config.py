@@ -17,8 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
-from qrot.grid import Scheme
+from qrot.grid import OFF, Scheme
 from qrot.learn.settings import Learn
+from qrot.quantize.gptq import Gptq
 from qrot.rotation.random import RotationSites
 
 Method = Literal[
@@ -31,6 +32,7 @@ Method = Literal[
     "saved",
 ]
 METHODS = tuple(method for method in get_args(Method) if method != "saved")
+WeightMethod = Literal["rtn", "gptq"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -40,6 +42,9 @@ class RunConfig:
 
     model: see `qrot.model.load.load`. dtype: of the parameters; compute_dtype: of the arithmetic
       when judging.
+    weight_method: what rounds the weights in every row: `rtn` to the nearest level, or `gptq` with
+      the settings of that section; rotations are learned for weights at 16 bits then, where
+      learn.weight_bits does not say otherwise.
     methods: `rtn` has no rotation, `random_hadamard_shift` the shifts that learning starts with.
     saved: the rotation file of the method `saved`, from another run.
     other: a text of another kind to judge by as well, so that adapting to the calibration text
@@ -66,6 +71,8 @@ class RunConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     learn_seeds: tuple[int, ...] = (0,)
     learn: Learn = field(default_factory=Learn)
+    weight_method: WeightMethod = "rtn"
+    gptq: Gptq = field(default_factory=Gptq)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 
@@ -81,6 +88,18 @@ class RunConfig:
         for name in ("batch", "other_count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} is not positive")
+
+    @property
+    def by_gptq(self) -> bool:
+        """Whether there are weights that GPTQ rounds."""
+        return self.weight_method == "gptq" and self.scheme.rounds_weights
+
+    @property
+    def trained_weight_bits(self) -> int:
+        """Bits of the weights that rotations are learned for."""
+        if self.learn.weight_bits is not None:
+            return self.learn.weight_bits
+        return OFF if self.by_gptq else self.scheme.weights.bits
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
 from qrot.errors import InputError
-from qrot.experiment.config import RunConfig, first_difference, resolved
+from qrot.experiment.config import RunConfig, first_difference, resolved, validate
 
 
 def check_folder(folder: Path, config: RunConfig) -> None:
@@ -31,6 +31,8 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         old = yaml.safe_load(text)
     except yaml.YAMLError:
         old = None
+    with suppress(InputError):  # keys that the folder's qrot did not know have their defaults
+        old = resolved(validate(old)) if isinstance(old, dict) else None
     new = resolved(config)
     if not isinstance(old, dict):
         raise InputError(f"{folder}: config.yaml is damaged; choose another folder with out=")

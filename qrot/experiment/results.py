@@ -97,7 +97,9 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def _bits(row: dict[str, Any]) -> str:
     k, v = row["keys"], row["values"]
-    return f"W{row['weights']}A{row['activations']}" + (f"KV{k}" if k == v else f"K{k}V{v}")
+    cache = f"KV{k}" if k == v else f"K{k}V{v}"
+    by = " (GPTQ weights)" if "weight_method" in row else ""
+    return f"W{row['weights']}A{row['activations']}{cache}{by}"
 
 
 def spread(values: list[float]) -> str:
@@ -147,12 +149,18 @@ def title(results: dict[str, Any]) -> str:
 
 
 def notes(results: dict[str, Any]) -> str:
-    """What the columns mean, and how the learned rotations were learned."""
+    """What the columns mean, how weights were rounded and the learned rotations learned."""
     text = (
         "Several seeds: mean ± sample standard deviation. Nats lost: above full precision, a "
         "token. Gap closed: the share of random Hadamard's loss that is gone. "
         "s: seconds a seed."
     )
+    seconds = [row["weight_seconds"] for row in results["rows"] if "weight_seconds" in row]
+    if seconds:
+        text += (
+            f" GPTQ rounded the weights of every row, {statistics.fmean(seconds):.0f} s of it; the "
+            "row rtn has no rotation."
+        )
     for row in results["rows"]:
         if row["method"] == "learned":
             beside = [name for name in BESIDE if row[name]]

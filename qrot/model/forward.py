@@ -159,8 +159,12 @@ def decoder_layer(
     config: ModelConfig,
     rope: tuple[Array, Array],
     taps: Int[Array, " taps"] | None = None,
+    observe: Callable[[str, Array], None] = lambda site, x: None,
 ) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
-    """One layer (no `layers` axis anywhere): hidden states in and out, and its tapped sites."""
+    """One layer (no `layers` axis anywhere): hidden states in and out, and its tapped sites.
+
+    observe: told, for each of qkv, o, gate_up and down, what its weights read.
+    """
     eps, seen = config.rms_norm_eps, {}
     # What is fused is not turned again; what is turned here is turned back after rounding.
     sites = layer_sites(rotations, own.scales, config.head_dim)
@@ -192,6 +196,7 @@ def decoder_layer(
         return site.back(quantise(name, site.go(x))) if getattr(grids, name).on else x
 
     x = round_trip("qkv", tap("qkv", rms_norm(h, layer.attention_norm, eps)))
+    observe("qkv", x)
     q, k, v = (heads(linear(x, weight)) for weight in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
@@ -203,14 +208,18 @@ def decoder_layer(
     x = attention(q, k, v, own.window)  # in the basis of the values
     if taps is not None:
         x = sites["o"].go(tap("o", sites["o"].back(x)))
-    h = h + linear(sites["o"].back(quantise("o", x)), layer.o)
+    x = sites["o"].back(quantise("o", x))
+    observe("o", x)
+    h = h + linear(x, layer.o)
 
     x = round_trip("gate_up", tap("gate_up", rms_norm(h, layer.mlp_norm, eps)))
+    observe("gate_up", x)
     x = tap("down", jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up))
     if rotations.fused:  # the weights hold the way back
         x = quantise("down", sites["down"].go(x))
     else:
         x = round_trip("down", x)
+    observe("down", x)
     return h + linear(x, layer.down), seen
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from qrot.errors import InputError
+from qrot.grid import OFF
 from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
 from qrot.rotation.rotations import (
     Clips,
@@ -57,13 +58,18 @@ def save_rotations(path: Path, learned: Learned, metadata: dict[str, Any]) -> No
 
 
 def load_rotations(
-    path: Path, *, digest: str | None = None, weight_bits: int | None = None
+    path: Path,
+    *,
+    digest: str | None = None,
+    weight_bits: int | None = None,
+    gptq: bool = False,
 ) -> tuple[Learned, dict[str, Any]]:
     """Read what `save_rotations` wrote, and its metadata.
 
-    digest: of the model to be rotated. weight_bits: of the weights that it will have; warns where
-    the rotations were learned for others. Raises InputError where the file is not qrot's, is
-    damaged, or was fitted to another model: a rotation is worth nothing elsewhere.
+    digest: of the model to be rotated. weight_bits: of the weights that it will have, gptq: whether
+    GPTQ rounds them; warns where the rotations were learned for others. Raises InputError where the
+    file is not qrot's, is damaged, or was fitted to another model: a rotation is worth nothing
+    elsewhere.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such rotation file")
@@ -82,13 +88,8 @@ def load_rotations(
             f"({digest})"
         )
     trained = metadata.get("trained_weight_bits")
-    if None not in (trained, weight_bits) and trained != weight_bits:
-        warnings.warn(
-            f"{path} was learned with weights at {trained} bits and is used with weights at "
-            f"{weight_bits} bits: rotations learned for rounded weights suit no other weights, and "
-            "those learned at 16 bits are meant for GPTQ or for weights left alone",
-            stacklevel=2,
-        )
+    if trained is not None and weight_bits is not None:
+        warn_of_weights(path, trained, weight_bits, gptq=gptq)
     blocks = metadata.pop("blocks")
     sites: dict[str, dict[str, Any]] = {tree: {} for tree in ("rotations", *_BESIDE)}
     for name, tensor in tensors.items():
@@ -102,6 +103,23 @@ def load_rotations(
             sites["rotations"][site] = _signed(path, parts, blocks[site])
     beside = {tree: kind(**sites[tree]) if sites[tree] else None for tree, kind in _BESIDE.items()}
     return Learned(Rotations(**sites["rotations"]), **beside), metadata
+
+
+def warn_of_weights(
+    path: Path, trained: int, weight_bits: int | None = None, *, gptq: bool = False
+) -> None:
+    """Warn where rotations learned with weights at `trained` bits meet others.
+
+    Weights at `weight_bits` are what they have to be learned for, or at 16 bits where GPTQ rounds.
+    """
+    if trained != (OFF if gptq else weight_bits):
+        used = "that GPTQ rounds" if gptq else f"at {weight_bits} bits"
+        warnings.warn(
+            f"{path} was learned with weights at {trained} bits and is used with weights {used}: "
+            "rotations learned for rounded weights suit no other weights, and those learned at 16 "
+            "bits are meant for GPTQ or for weights left alone",
+            stacklevel=3,
+        )
 
 
 def _factors(leaf: Hadamard | Kronecker) -> dict[str, np.ndarray]:

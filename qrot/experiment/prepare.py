@@ -1,0 +1,122 @@
+"""What every row of a run starts from: model, text, windows; and whether all of it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from qrot.errors import InputError
+from qrot.evaluate.perplexity import Windows, cut_windows
+from qrot.experiment.config import RunConfig
+from qrot.experiment.data import Texts, read_texts
+from qrot.experiment.stages import Stages
+from qrot.learn.capture import mean_shifts
+from qrot.learn.start import check_start
+from qrot.model.forward import forward
+from qrot.model.fuse import fold_norms
+from qrot.model.load import load
+from qrot.model.params import Model
+from qrot.model.tokenizer import encode
+from qrot.quantize.rtn import rtn
+from qrot.rotation.random import random_rotations
+from qrot.rotation.rotations import Rotations, Shifts
+from qrot.rotation.store import load_rotations
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every row of a run starts from."""
+
+    config: RunConfig
+    model: Model  # norms folded, untied
+    calibration: Int[np.ndarray, " tokens"]
+    rows: Int[np.ndarray, "count length"]  # to judge by
+    other_rows: Int[np.ndarray, "other_count length"] | None
+    text: str
+    other_text: str | None
+    folder: Path
+    stages: Stages
+
+    @cached_property
+    def shifts(self) -> Shifts:
+        """The mean input of each site, measured once for all seeds."""
+        rows = cut_windows(self.calibration, Windows(self.config.learn.length, None))
+        with self.stages.stage("means of the sites", seconds=8.0):
+            return jax.block_until_ready(mean_shifts(self.model, rows))
+
+    @cached_property
+    def gptq_rows(self) -> Int[np.ndarray, "windows length"]:
+        """The windows that GPTQ calibrates on, from all over the text."""
+        settings = self.config.gptq
+        rows = cut_windows(self.calibration, Windows(settings.length, None))
+        return rows[np.linspace(0, len(rows) - 1, settings.windows).round().astype(int)]
+
+
+def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
+    """Load, cut, and find out what does not fit, before anything is written."""
+    texts = read_texts(config.data)
+    other = None if config.other is None else read_texts(config.other)
+    with stages.stage(f"loading {config.model}", seconds=7.0):
+        model = fold_norms(load(config.model, dtype=jnp.dtype(config.dtype)))
+        jax.block_until_ready(model.params)
+    with stages.stage("reading the text", seconds=2.0):
+        windows, bos = config.evaluate, model.config.bos_token_id
+        rows = cut_windows(encode(model.tokenizer, texts.evaluation), windows, bos_token_id=bos)
+        other_rows = None
+        if other is not None:
+            windows = replace(windows, count=config.other_count)
+            other_tokens = encode(model.tokenizer, other.evaluation)
+            other_rows = cut_windows(other_tokens, windows, bos_token_id=bos)
+        calibration = _calibration(model, texts, config)
+        _check_fit(config, model, rows)
+        if config.saved is not None:
+            load_rotations(Path(config.saved), digest=model.digest)
+    other_text = None if other is None else other.name
+    return Inputs(
+        config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
+    )
+
+
+def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
+    """The tokens to calibrate on; none where no method does."""
+    learns = {"learned", "random_hadamard_shift"} & set(config.methods)
+    if not learns and not config.by_gptq:
+        return np.zeros(0, np.int32)
+    tokens = encode(model.tokenizer, texts.calibration)
+    if learns:
+        cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
+    if config.by_gptq:
+        try:
+            cut_windows(tokens, Windows(config.gptq.length, config.gptq.windows))
+        except InputError as error:
+            raise InputError(f"gptq.windows: {error}") from error
+    return tokens
+
+
+def _check_fit(config: RunConfig, model: Model, rows) -> None:
+    """Trace everything without computing it: groups, blocks and overrides that do not fit raise."""
+    if "learned" in config.methods:
+        check_start(config.learn, config.rotations)
+    kinds: dict[str, Any] = {
+        "random_orthogonal": "orthogonal",
+        "random_hadamard": "hadamard",
+        "random_hadamard_shift": "hadamard",
+        "learned": config.learn.start if config.learn.start == "orthogonal" else "hadamard",
+    }
+    rotations = Rotations()
+    for kind in {kinds[method] for method in config.methods if method in kinds}:
+        rotations = random_rotations(model.config, 0, kind=kind, sites=config.rotations)
+    scheme = config.scheme
+    tokens = jnp.asarray(rows[:1, :2])
+    jax.eval_shape(lambda params: rtn(params, scheme), model.params)
+    jax.eval_shape(
+        lambda params: forward(params, tokens, model.config, rotations=rotations, scheme=scheme),
+        model.params,
+    )
