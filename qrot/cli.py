@@ -77,6 +77,9 @@ def export(
     online: Annotated[
         bool, typer.Option("--online", help="compressed-tensors: with R4, as vLLM reads it.")
     ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="rtn or gptq; as in the run by default.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the model's own by default.")
     ] = None,
@@ -100,7 +103,7 @@ def export(
     from qrot.export.fitted import read_fitted
 
     console = Console()
-    options = Options(scheme, group, online, dtype)
+    options = Options(scheme, group, online, weights, dtype)
     fitted = read_fitted(source, model=model)
     with Stages(console) as stages:
         exported, difference = write(fitted, out, kind, options, stages, check=verify)

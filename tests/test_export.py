@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qrot import cli
 from qrot.errors import InputError
+from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.stages import Stages
 from qrot.export import compressed_tensors as ct
@@ -33,6 +34,7 @@ from qrot.grid import Grid, Scheme, fake_quantise
 from qrot.model import assemble
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load, open_model
+from qrot.quantize.gptq import Gptq
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned, Rotations
@@ -346,6 +348,24 @@ def test_a_torch_folder_is_the_network_that_was_judged(made, monkeypatch, tmp_pa
         assert json.loads(file.metadata()["fused"]) is True
 
 
+@pytest.mark.parametrize("kind", ["torch", "compressed-tensors"])
+def test_weights_by_gptq(made, monkeypatch, tmp_path, kind, capsys):
+    """Rounded for the export, on the text of the run, and proven; they are not those of RTN."""
+    path, out = made("llama"), tmp_path / "out"
+    monkeypatch.setattr("qrot.export.fitted.RunConfig", lambda: RunConfig(gptq=Gptq(4, 64)))
+    arguments = ["--out", out, "--format", kind, "--weights", "gptq", "--verify"]
+    if kind == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        arguments += ["--scheme", "W4A16"]
+    assert export(monkeypatch, path, *arguments) == 0
+    assert "Verified" in capsys.readouterr().out
+    assert "by GPTQ" in (out / "README.md").read_text()
+    plain = tmp_path / "plain"
+    arguments[1] = plain
+    assert export(monkeypatch, path, *arguments[:4], *arguments[7:]) == 0
+    assert apart(logits(opened(out)), logits(opened(plain))) > 1e-3
+
+
 def test_an_export_that_computes_something_else_is_not_kept(made, monkeypatch, tmp_path, capsys):
     path, out = made("llama"), tmp_path / "out"
     monkeypatch.setattr("qrot.export.pytorch.fuse_shifts", lambda *_: None)
@@ -444,6 +464,7 @@ REFUSED = [
     ("--format spinquant", "one R2 a layer"),
     ("--format onnx", "'onnx' is not one of spinquant"),
     ("--format torch --scheme W4A4", "go with --format compressed-tensors only"),
+    ("--weights awq", "'awq' is not one of rtn, gptq"),
     ("--dtype int8", "'int8' is not one of float32"),
 ]
 

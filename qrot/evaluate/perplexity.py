@@ -67,6 +67,15 @@ def cut_windows(
     return rows
 
 
+def spread_windows(
+    tokens: Int[np.ndarray, " tokens"], length: int, count: int
+) -> Int[np.ndarray, "count length"]:
+    """Windows from all over a text, to calibrate on. Raises InputError where it is too short."""
+    cut_windows(tokens, Windows(length, count))
+    rows = cut_windows(tokens, Windows(length, None))
+    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+
+
 def token_nll(
     logits: Float[Array, "batch length vocab"], tokens: Int[Array, "batch length"]
 ) -> Float[Array, "batch length-1"]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from qrot.errors import InputError
-from qrot.evaluate.perplexity import Windows, cut_windows
+from qrot.errors import located
+from qrot.evaluate.perplexity import Windows, cut_windows, spread_windows
 from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Texts, read_texts
 from qrot.experiment.stages import Stages
@@ -55,8 +55,8 @@ class Inputs:
     def gptq_rows(self) -> Int[np.ndarray, "windows length"]:
         """The windows that GPTQ calibrates on, from all over the text."""
         settings = self.config.gptq
-        rows = cut_windows(self.calibration, Windows(settings.length, None))
-        return rows[np.linspace(0, len(rows) - 1, settings.windows).round().astype(int)]
+        with located("gptq.windows"):
+            return spread_windows(self.calibration, settings.length, settings.windows)
 
 
 def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
@@ -93,10 +93,8 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
     if learns:
         cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
     if config.by_gptq:
-        try:
-            cut_windows(tokens, Windows(config.gptq.length, config.gptq.windows))
-        except InputError as error:
-            raise InputError(f"gptq.windows: {error}") from error
+        with located("gptq.windows"):  # says now that the text is too short
+            spread_windows(tokens, config.gptq.length, config.gptq.windows)
     return tokens
 
 

@@ -78,12 +78,18 @@ def pack(q: Int8[np.ndarray, "out in"]) -> Int32[np.ndarray, "out words"]:
 
 
 def integer_tensors(
-    i: int, layer: Layers, scheme: Scheme, dtype: Any, rotations: Rotations
+    i: int,
+    layer: Layers,
+    scheme: Scheme,
+    dtype: Any,
+    rotations: Rotations,
+    values: Layers | None = None,
 ) -> dict[str, np.ndarray]:
     """One fused layer (a stack of one) as compressed-tensors has it, beside its norms and biases.
 
     Integers are of the scales that are written, rounded to `dtype`. rotations: what is online; the
-    signs of R4 go into up_proj, which costs nothing, as its kernel knows no signs.
+    signs of R4 go into up_proj, which costs nothing, as its kernel knows no signs. values: the same
+    layer on its grid already, signs folded, where weights are not rounded to nearest.
     """
     layer = fold_signs(layer, rotations)
     tensors = layer_tensors(i, layer, dtype)
@@ -91,7 +97,8 @@ def integer_tensors(
     for name in PROJECTIONS:
         prefix = f"model.layers.{i}.{MODULES[name]}"
         weight = jnp.asarray(getattr(layer, name).weight[0], jnp.float32)
-        q, scale = _integers(weight, grids[name], dtype)
+        value = None if values is None else np.asarray(getattr(values, name).weight[0])
+        q, scale = _integers(weight, grids[name], dtype, value)
         del tensors[f"{prefix}.weight"]
         tensors[f"{prefix}.weight_scale"] = scale
         if _packed(scheme):
@@ -107,14 +114,17 @@ def integer_tensors(
 
 
 def _integers(
-    weight: Float[Array, "in out"], grid: Grid, dtype: Any
+    weight: Float[Array, "in out"],
+    grid: Grid,
+    dtype: Any,
+    value: Float[np.ndarray, "in out"] | None = None,
 ) -> tuple[Int8[np.ndarray, "out in"], np.ndarray]:
-    """Integers [out, in] and scales [out, groups]."""
+    """Integers [out, in] and scales [out, groups]; of `value` on the scales of weight, if given."""
     scale = np.asarray(weight_integers(weight, grid).scale)
     inputs, outputs = weight.shape
     groups = inputs // (grid.group or inputs)
     scale = scale.reshape(groups, 1, outputs).astype(dtype)
-    split = np.asarray(weight).reshape(groups, -1, outputs)
+    split = np.asarray(weight if value is None else value).reshape(groups, -1, outputs)
     low, high = grid.levels
     q = np.clip(np.rint(split / scale.astype(np.float32)), low, high).astype(np.int8)
     q = np.ascontiguousarray(q.reshape(inputs, outputs).T)

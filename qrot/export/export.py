@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 import qrot
 from qrot.errors import InputError
+from qrot.evaluate.perplexity import spread_windows
+from qrot.experiment.data import read_texts
 from qrot.experiment.stages import Stages
 from qrot.export import compressed_tensors, pytorch, spinquant, verify
-from qrot.export.fitted import Fitted, left_out, offline
+from qrot.export.fitted import Fitted, left_out, offline, one_layer
 from qrot.export.folder import SHARD, whole_folder
 from qrot.export.huggingface import stored_dtype, write_huggingface
 from qrot.grid import Scheme
+from qrot.model.params import Layers, Params
+from qrot.model.tokenizer import encode
+from qrot.quantize.gptq import gptq
 from qrot.rotation.rotations import Learned, Rotations
 
 FORMATS = ("spinquant", "huggingface", "compressed-tensors", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("rtn", "gptq")
 # Of perplexities, or three standard errors where the noise of float32 decides between two levels:
 # at 4 bits a change of 1e-6 in the embedding is another network, token by token.
 _TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
@@ -35,19 +42,22 @@ class Options:
     scheme: str | None = None
     group: int | None = None
     online: bool = False
+    weights: str | None = None
     dtype: str | None = None
     shard: int = SHARD
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What a format holds, so that qrot can compute the same, and how PyTorch opens it."""
+class Plan:
+    """How a format is written, what it then computes, and how PyTorch opens it."""
 
-    learned: Learned | None  # None: the function of the model as it came
-    scheme: Scheme
+    write: Callable[[Path, Params | None, Callable], None]  # folder, weights by GPTQ, advance
     load: Callable[[Path], Any]
-    lost: str  # what was learned and is not in it
     lines: tuple[str, ...]  # of the folder's README
+    lost: str = ""  # what was learned and is not in it
+    learned: Learned | None = None  # in it; None: the function of the model as it came
+    scheme: Scheme = field(default_factory=Scheme)
+    gptq: bool = False  # whether GPTQ rounds the weights
     dtype: str = "float32"
     signs_folded: bool = False
     exact: bool = False  # compare in float64, where rounding falls the same way on both sides
@@ -61,7 +71,7 @@ def export(
     stages: Stages,
     *,
     check: bool = False,
-) -> tuple[Exported, verify.Difference | None]:
+) -> tuple[Plan, verify.Difference | None]:
     """Write `out`, a folder that is not there yet, and compare it in PyTorch if `check`.
 
     Raises InputError, and leaves nothing behind, where the format cannot hold what is asked for or
@@ -71,25 +81,25 @@ def export(
         raise InputError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
     if options.dtype not in (None, *DTYPES):
         raise InputError(f"--dtype: {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    if options.weights not in (None, *WEIGHTS):
+        raise InputError(f"--weights: {options.weights!r} is not one of {', '.join(WEIGHTS)}")
     if kind != "compressed-tensors" and (options.scheme or options.group or options.online):
         raise InputError("--scheme, --group and --online go with --format compressed-tensors only")
     _needs_torch(kind if not check else "verify")
-    write = {
+    plan = {
         "spinquant": _spinquant,
         "huggingface": _huggingface,
         "compressed-tensors": _compressed,
         "torch": _torch,
-    }[kind]
+    }[kind](fitted, options)
     layers = fitted.opened.config.num_hidden_layers
-    seconds = 0.2 * layers
     with whole_folder(out) as folder:
-        with stages.stage(f"writing {kind}", layers, seconds=seconds) as advance:
-            exported = write(folder, fitted, options, advance)
-        (folder / "README.md").write_text(_readme(fitted, kind, exported))
-        difference = None
-        if check:
-            difference = _verify(folder, fitted, exported, stages)
-    return exported, difference
+        rounded = _by_gptq(fitted, plan, stages) if plan.gptq else None
+        with stages.stage(f"writing {kind}", layers, seconds=0.2 * layers) as advance:
+            plan.write(folder, rounded, advance)
+        (folder / "README.md").write_text(_readme(fitted, kind, plan))
+        difference = _verify(folder, fitted, plan, rounded, stages) if check else None
+    return plan, difference
 
 
 def _needs_torch(kind: str) -> None:
@@ -105,11 +115,13 @@ def _needs_torch(kind: str) -> None:
         ) from error
 
 
-def _spinquant(folder: Path, fitted: Fitted, options: Options, advance) -> Exported:
-    spinquant.write_spinquant(
-        folder / spinquant.FILE, fitted.learned.rotations, fitted.opened.config
-    )
-    advance(fitted.opened.config.num_hidden_layers)
+def _spinquant(fitted: Fitted, options: Options) -> Plan:
+    config = fitted.opened.config
+    spinquant.spinquant_tensors(fitted.learned.rotations, config)  # refuses before all else
+
+    def write(folder: Path, rounded, advance) -> None:
+        spinquant.write_spinquant(folder / spinquant.FILE, fitted.learned.rotations, config)
+        advance(config.num_hidden_layers)
 
     def load(folder: Path) -> Any:
         with tempfile.TemporaryDirectory() as plain:
@@ -123,23 +135,26 @@ def _spinquant(folder: Path, fitted: Fitted, options: Options, advance) -> Expor
         "ExecuTorch's Llama export reads the same file through its SpinQuant R1/R2 option; "
         "`use_spin_quant` adds R4 there.",
     )
-    lost = left_out(fitted.learned, scales=False)
-    return Exported(None, Scheme(), load, lost, lines)
+    return Plan(write, load, lines, left_out(fitted.learned, scales=False))
 
 
-def _huggingface(folder: Path, fitted: Fitted, options: Options, advance) -> Exported:
+def _huggingface(fitted: Fitted, options: Options) -> Plan:
     dtype = options.dtype or stored_dtype(fitted.opened)
     learned = offline(fitted.learned)
-    write_huggingface(folder, fitted, learned, dtype=dtype, shard=options.shard, advance=advance)
+
+    def write(folder: Path, rounded, advance) -> None:
+        write_huggingface(
+            folder, fitted, learned, dtype=dtype, shard=options.shard, advance=advance
+        )
+
     lines = (
         "Full-precision weights with R1, R2 and scales in them; the network computes what it did "
         "before, and is easier to quantise. `AutoModelForCausalLM.from_pretrained` loads it.",
     )
-    lost = left_out(fitted.learned)
-    return Exported(None, Scheme(), verify.load_plain, lost, lines, dtype)
+    return Plan(write, verify.load_plain, lines, left_out(fitted.learned), dtype=dtype)
 
 
-def _compressed(folder: Path, fitted: Fitted, options: Options, advance) -> Exported:
+def _compressed(fitted: Fitted, options: Options) -> Plan:
     scheme = fitted.scheme
     if options.scheme is not None:
         scheme = compressed_tensors.preset(options.scheme, group=options.group)
@@ -147,67 +162,88 @@ def _compressed(folder: Path, fitted: Fitted, options: Options, advance) -> Expo
         raise InputError("--group goes with --scheme")
     compressed_tensors.check_scheme(scheme)
     dtype = options.dtype or stored_dtype(fitted.opened)
-    learned, online = offline(fitted.learned), Rotations()
-    down = fitted.learned.rotations.down
+    full, kept = fitted.learned, offline(fitted.learned)
+    online, signed = Rotations(), Rotations()
     if options.online:
-        online = compressed_tensors.online_of(fitted.learned.rotations)
-        learned = learned.replace(rotations=learned.rotations.replace(down=down))
-    quantization = compressed_tensors.quantization_config(scheme, online)
-    signed = Rotations(down=down) if options.online else online
-    write_huggingface(
-        folder,
-        fitted,
-        learned,
-        dtype=dtype,
-        write_layer=partial(_integers, scheme=scheme, dtype=jnp.dtype(dtype), rotations=signed),
-        config={"quantization_config": quantization},
-        shard=options.shard,
-        advance=advance,
-    )
+        online, signed = compressed_tensors.online_of(full.rotations), full.rotations
+        kept = kept.replace(rotations=kept.rotations.replace(down=signed.down))
+        full = full.replace(rotations=full.rotations.replace(down=None))  # of what may be lost
+
+    def write(folder: Path, rounded, advance) -> None:
+        def layer(i: int, fused: Layers) -> dict[str, np.ndarray]:
+            values = None if rounded is None else one_layer(rounded, i)
+            return compressed_tensors.integer_tensors(
+                i, fused, scheme, jnp.dtype(dtype), signed, values
+            )
+
+        quantization = compressed_tensors.quantization_config(scheme, online)
+        write_huggingface(
+            folder,
+            fitted,
+            kept,
+            dtype=dtype,
+            write_layer=layer,
+            config={"quantization_config": quantization},
+            shard=options.shard,
+            advance=advance,
+        )
+        if options.online:  # compressed-tensors rounds what our module turns
+            pytorch.write_online(folder, fitted, online, Scheme(), beside=False)
+
+    gptq = _gptq(fitted, options)
     lines: tuple[str, ...] = (
-        f"{scheme.name} as integers, in the format of compressed-tensors; the cache is not "
-        "quantised.",
+        f"{scheme.name} as integers by {'GPTQ' if gptq else 'rounding to nearest'}, in the format "
+        "of compressed-tensors; the cache is not quantised.",
     )
-    lost = left_out(
-        fitted.learned.replace(rotations=fitted.learned.rotations.replace(down=None))
-        if options.online
-        else fitted.learned
-    )
-    if not options.online:
+    if options.online:
+        load = partial(verify.load_with_module, module=pytorch.MODULE)
+        lines += (
+            "**Its down_proj needs R4 at run time.** transformers does not read "
+            "`transform_config`: `AutoModelForCausalLM.from_pretrained` alone loads it, reports "
+            "R4_input.weight as unexpected, and computes something else. In PyTorch use "
+            "`qrot_torch.py` of this folder: `from qrot_torch import load; model = load(FOLDER)`. "
+            "vLLM reads `transform_config` itself (written as its source reads it; not run).",
+        )
+    else:
+        load = verify.load_plain
         lines += ("`AutoModelForCausalLM.from_pretrained` loads it, and so does vLLM (not run).",)
-        return Exported(learned, scheme, verify.load_plain, lost, lines, dtype)
-    rest = Scheme()  # compressed-tensors rounds what it is given
-    pytorch.write_online(folder, fitted, online, rest, beside=False)
-    lines += (
-        "**Its down_proj needs R4 at run time.** transformers does not read `transform_config`: "
-        "`AutoModelForCausalLM.from_pretrained` alone loads it, reports R4_input.weight as "
-        "unexpected, and computes something else. In PyTorch use `qrot_torch.py` of this folder: "
-        "`from qrot_torch import load; model = load(FOLDER)`. vLLM reads `transform_config` itself "
-        "(written for it as documented; not run).",
+    return Plan(
+        write,
+        load,
+        lines,
+        left_out(full),
+        kept,
+        scheme,
+        gptq,
+        dtype,
+        signs_folded=options.online,
     )
-    load = partial(verify.load_with_module, module=pytorch.MODULE)
-    return Exported(learned, scheme, load, lost, lines, dtype, signs_folded=True)
 
 
-def _integers(i, layer, *, scheme, dtype, rotations):
-    return compressed_tensors.integer_tensors(i, layer, scheme, dtype, rotations)
-
-
-def _torch(folder: Path, fitted: Fitted, options: Options, advance) -> Exported:
+def _torch(fitted: Fitted, options: Options) -> Plan:
     dtype, scheme = options.dtype or "float32", fitted.scheme
-    write_huggingface(
-        folder,
-        fitted,
-        fitted.learned,
-        dtype=dtype,
-        write_layer=lambda i, layer: pytorch.rounded_tensors(i, layer, scheme, jnp.dtype(dtype)),
-        shard=options.shard,
-        advance=advance,
-    )
-    pytorch.write_pytorch(folder, fitted)
+
+    def write(folder: Path, rounded, advance) -> None:
+        def layer(i: int, fused: Layers) -> dict[str, np.ndarray]:
+            values = None if rounded is None else one_layer(rounded, i)
+            return pytorch.rounded_tensors(i, fused, scheme, jnp.dtype(dtype), values)
+
+        write_huggingface(
+            folder,
+            fitted,
+            fitted.learned,
+            dtype=dtype,
+            write_layer=layer,
+            shard=options.shard,
+            advance=advance,
+        )
+        pytorch.write_pytorch(folder, fitted)
+
+    gptq = _gptq(fitted, options)
+    by = " by GPTQ" if gptq else ""
     lines = (
-        f"The network at {scheme.name} as qrot judged it: weights hold the values on their grid; "
-        "activations, keys and values are rounded by hooks.",
+        f"The network at {scheme.name} as qrot judged it: weights hold the values on their "
+        f"grid{by}; activations, keys and values are rounded by hooks.",
         "`from qrot_torch import load; model = load(FOLDER)`. Loaded without that module it is "
         "not this network: its down_proj expects rotated inputs.",
         "`apply_rotations(model, 'rotations.safetensors')` of the same module does it to the "
@@ -215,37 +251,61 @@ def _torch(folder: Path, fitted: Fitted, options: Options, advance) -> Exported:
     )
     load = partial(verify.load_with_module, module=pytorch.MODULE)
     exact = dtype == "float32" and scheme != replace(Scheme(), weights=scheme.weights)
-    return Exported(fitted.learned, scheme, load, "", lines, dtype, exact=exact)
+    return Plan(write, load, lines, "", fitted.learned, scheme, gptq, dtype, exact=exact)
 
 
-def _verify(folder: Path, fitted: Fitted, exported: Exported, stages: Stages) -> verify.Difference:
+def _gptq(fitted: Fitted, options: Options) -> bool:
+    """Whether GPTQ rounds: as asked for, or as in the run."""
+    return (options.weights or fitted.metadata.get("weight_method", "rtn")) == "gptq"
+
+
+def _by_gptq(fitted: Fitted, plan: Plan, stages: Stages) -> Params | None:
+    """All layers as GPTQ rounds them, calibrated on the run's text."""
+    if plan.learned is None or not plan.scheme.rounds_weights:
+        return None
+    config, settings = fitted.opened.config, fitted.run.gptq
+    with stages.stage("reading and fusing", seconds=15.0):
+        tokens = encode(fitted.opened.tokenizer, read_texts(fitted.run.data).calibration)
+        rows = spread_windows(tokens, settings.length, settings.windows)
+        params, online, _ = verify.fused(fitted, plan.learned, signs_folded=plan.signs_folded)
+    layers = config.num_hidden_layers
+    with stages.stage("GPTQ", layers, seconds=0.1 * layers * settings.windows) as advance:
+        return gptq(
+            params, plan.scheme, config, rows, rotations=online, settings=settings, advance=advance
+        )
+
+
+def _verify(
+    folder: Path, fitted: Fitted, plan: Plan, rounded: Params | None, stages: Stages
+) -> verify.Difference:
     rows, config = verify.windows_of(fitted.opened), fitted.opened.config
-    dtype = "float64" if exported.exact else "float32"
+    dtype = "float64" if plan.exact else "float32"
     with stages.stage("loading both", seconds=15.0):
         ours = verify.logits_in_qrot(
             fitted,
-            exported.learned,
-            exported.scheme,
-            signs_folded=exported.signs_folded,
+            plan.learned,
+            plan.scheme,
+            rounded=rounded,
+            signs_folded=plan.signs_folded,
             dtype=dtype,
         )
-        theirs = verify.logits_in_torch(exported.load(folder), config, dtype=dtype)
+        theirs = verify.logits_in_torch(plan.load(folder), config, dtype=dtype)
     with stages.stage("comparing", len(rows), seconds=4.0 * len(rows)) as advance:
         difference = verify.compare(ours, theirs, rows, dtype=dtype, advance=advance)
-    allowed = _TOLERANCE[exported.dtype]
-    if exported.scheme.activations.on and not exported.exact:
+    allowed = _TOLERANCE[plan.dtype]
+    if plan.scheme.activations.on and not plan.exact:
         allowed = max(allowed, 3 * difference.error)
     if not difference.relative <= allowed:
         raise InputError(f"the export computes something else, and was not kept: {difference}")
     return difference
 
 
-def _readme(fitted: Fitted, kind: str, exported: Exported) -> str:
+def _readme(fitted: Fitted, kind: str, plan: Plan) -> str:
     about = fitted.metadata
     name = Path(str(about["model"])).name
-    lines = [f"# {name}, rotated ({kind})", *exported.lines]
-    if exported.lost:
-        lines.append(f"Learned, but not in this format: {exported.lost}.")
+    lines = [f"# {name}, rotated ({kind})", *plan.lines]
+    if plan.lost:
+        lines.append(f"Learned, but not in this format: {plan.lost}.")
     known = [
         f"{key.replace('_', ' ')} {about[key]}"
         for key in ("objective", "steps", "seed", "trained_weight_bits", "text")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from qrot.errors import InputError
-from qrot.experiment.config import read_scheme
+from qrot.experiment.config import RunConfig, read_config, read_scheme
 from qrot.grid import Scheme
 from qrot.model.fuse import fold_ends, fold_layers, fuse_ends, fuse_layers
 from qrot.model.load import Opened, open_model
@@ -30,6 +30,7 @@ class Fitted:
     learned: Learned
     scheme: Scheme
     metadata: dict[str, Any]  # of the rotation file, and where it was
+    run: RunConfig  # that they come from; the default one for a file on its own
 
 
 def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
@@ -43,7 +44,14 @@ def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
     opened = open_model(model or metadata["model"])
     load_rotations(path, digest=opened.digest)
     scheme = read_scheme(metadata.get("scheme", {}))
-    return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)})
+    return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)}, _run_of(path))
+
+
+def _run_of(path: Path) -> RunConfig:
+    for folder in path.resolve().parents[:2]:  # in the run's folder, or in one for each seed
+        if (folder / "config.yaml").is_file():
+            return read_config(folder / "config.yaml")
+    return RunConfig()
 
 
 def _rotation_file(source: Path) -> Path:
@@ -70,6 +78,11 @@ def fused_layers(fitted: Fitted, learned: Learned) -> Iterator[Layers]:
         own, factors = jax.tree.map(lambda x, i=i: x[i : i + 1], (by_layer(rotations), scales))
         layers = fold_layers(fitted.opened.read(range(i, i + 1), ends=False).layers)
         yield fuse_layers(layers, rotations.replace(**own), config, factors)
+
+
+def one_layer(params: Params, i: int) -> Layers:
+    """One layer as a stack of one."""
+    return jax.tree.map(lambda x: x[i : i + 1], params.layers)
 
 
 def offline(learned: Learned) -> Learned:

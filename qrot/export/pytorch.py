@@ -23,8 +23,15 @@ MODULE, ONLINE = "qrot_torch.py", "online.safetensors"
 _SOURCE = Path(str(qrot.__file__)).with_name("torch.py")  # copied, not imported: it needs torch
 
 
-def rounded_tensors(i: int, layer: Layers, scheme: Scheme, dtype: Any) -> dict[str, Any]:
-    """One fused layer (a stack of one) with the values of its rounded weights."""
+def rounded_tensors(
+    i: int, layer: Layers, scheme: Scheme, dtype: Any, values: Layers | None = None
+) -> dict[str, Any]:
+    """One fused layer (a stack of one) with the values of its rounded weights.
+
+    values: the same layer, rounded; to nearest where it is None.
+    """
+    if values is not None:
+        return layer_tensors(i, values, dtype)
     one = rtn_layer(jax.tree.map(lambda x: x[0], layer), layer_scheme(scheme, i))
     return layer_tensors(i, jax.tree.map(lambda x: jnp.asarray(x)[None], one), dtype)
 

@@ -25,9 +25,10 @@ from qrot.model.config import ModelConfig
 from qrot.model.forward import forward, rope_table
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import Opened
+from qrot.model.params import Params
 from qrot.model.tokenizer import encode
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Learned
+from qrot.rotation.rotations import Learned, Rotations, Shifts
 
 WINDOWS = Windows(length=512, count=16)
 Logits = Callable[[Int[np.ndarray, "batch length"]], Float[np.ndarray, "batch length vocab"]]
@@ -89,30 +90,43 @@ def compare(
     return Difference(largest, perplexity, in_torch, error, len(rows), dtype)
 
 
+def fused(
+    fitted: Fitted, learned: Learned, *, signs_folded: bool = False
+) -> tuple[Params, Rotations, Shifts | None]:
+    """The whole model with rotations in its weights; signs_folded as `fold_signs` does it."""
+    model = fold_norms(fitted.opened.model(fitted.opened.read()))
+    params, online, shifts = fuse(
+        model.params, learned.rotations, model.config, learned.shifts, learned.scales
+    )
+    if signs_folded:
+        params = params.replace(layers=fold_signs(params.layers, online))
+        online = online_of(learned.rotations)
+    return params, online, shifts
+
+
 def logits_in_qrot(
     fitted: Fitted,
     learned: Learned | None,
     scheme: Scheme,
     *,
+    rounded: Params | None = None,
     signs_folded: bool = False,
     dtype: str = "float32",
 ) -> Logits:
     """The network as `qrot run` judges it; the model as it came where learned is None.
 
-    signs_folded: see `fold_signs` of compressed-tensors. dtype: of the arithmetic; parameters are
-    float32.
+    rounded: its parameters, where they are not to be rounded to nearest. dtype: of the arithmetic;
+    parameters are float32.
     """
-    model = fold_norms(fitted.opened.model(fitted.opened.read()))
-    params, online, shifts, clips = model.params, None, None, None
-    if learned is not None:
-        params, online, shifts = fuse(
-            params, learned.rotations, model.config, learned.shifts, learned.scales
-        )
+    config = fitted.opened.config
+    if learned is None:
+        params, online, shifts, clips = fitted.opened.read(), None, None, None
+    else:
+        params, online, shifts = fused(fitted, learned, signs_folded=signs_folded)
         clips = learned.clips
-        if signs_folded:
-            params = params.replace(layers=fold_signs(params.layers, online))
-            online = online_of(learned.rotations)
-    if scheme.rounds_weights:
+    if rounded is not None:
+        params = rounded
+    elif scheme.rounds_weights:
         params = rtn(params, scheme)
 
     @jax.jit
@@ -120,7 +134,7 @@ def logits_in_qrot(
         return forward(
             params,
             tokens,
-            model.config,
+            config,
             rotations=online,
             scheme=scheme,
             shifts=shifts,

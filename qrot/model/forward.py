@@ -274,10 +274,16 @@ def attention(
     window: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch length features"]:
     """Causal softmax attention with grouped heads; a window of 0 tokens is no limit."""
-    mask = None
-    if window is not None:
-        position = jnp.arange(q.shape[1])
-        distance = position[:, None] - position[None, :]
-        mask = ((distance < window) | (window == 0))[None, None]
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+    position = jnp.arange(q.shape[1])
+    distance = position[:, None] - position[None, :]
+    mask = None if window is None else (distance < window) | (window == 0)
+    if q.dtype == jnp.float64:  # JAX's softmax is in float32 whatever comes in
+        causal = distance >= 0 if mask is None else mask & (distance >= 0)
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) / np.sqrt(q.shape[3])
+        shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bkgts,bskd->btkgd", shares, v)
+    else:
+        mask = None if mask is None else mask[None, None]
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
     return out.reshape(*q.shape[:2], -1)
