@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from qrot.evaluate.perplexity import token_nll
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid
 from qrot.learn.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import make_optimiser, update
@@ -26,6 +26,7 @@ from qrot.model.fuse import fold_norms
 from qrot.model.params import Model
 from qrot.rotation.random import RotationSites
 from qrot.rotation.rotations import Rotations
+from qrot.scheme import Scheme
 
 
 def in_turn(

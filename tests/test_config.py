@@ -6,7 +6,8 @@ import yaml
 from qrot.errors import InputError
 from qrot.experiment.config import RunConfig, first_difference, read_config, resolved, to_yaml
 from qrot.experiment.config import validate as validated
-from qrot.grid import Grid, Override, Scheme
+from qrot.grid import Grid
+from qrot.scheme import Override, Scheme
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from qrot.export.folder import whole_folder, write_tensors
 from qrot.export.huggingface import config_json
 from qrot.export.spinquant import read_spinquant, spinquant_tensors
 from qrot.export.verify import apply_spinquant, logits_in_qrot
-from qrot.grid import Grid, Scheme, fake_quantise
+from qrot.grid import Grid, fake_quantise
 from qrot.model import assemble
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load, open_model
@@ -39,6 +39,7 @@ from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned, Rotations
 from qrot.rotation.store import load_rotations, save_rotations
+from qrot.scheme import Scheme
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from models import VARIANTS
 
-from qrot.grid import Grid, Override, Scheme
+from qrot.grid import Grid
 from qrot.model.forward import forward, forward_with_taps
 from qrot.rotation.random import random_rotations
+from qrot.scheme import Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS = np.random.default_rng(7).integers(0, 97, (2, 24))

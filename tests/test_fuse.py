@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from models import VARIANTS
 
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid
 from qrot.kernels.fwht import hadamard_dense
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse, untie
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Clips, Rotations, Shifts
+from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS = np.random.default_rng(7).integers(0, 97, (2, 16), np.int32)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrot.errors import InputError
-from qrot.grid import READERS, Grid, Override, Scheme
+from qrot.grid import Grid
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.params import PROJECTIONS
@@ -18,6 +18,7 @@ from qrot.quantize import gptq as module
 from qrot.quantize.gptq import Gptq, gptq, solve
 from qrot.quantize.rtn import round_weight, rtn
 from qrot.rotation.random import random_rotations
+from qrot.scheme import READERS, Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 KINDS = ("symmetric", "symmetric_half", "asymmetric")

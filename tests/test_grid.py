@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Override, Scheme, fake_quantise, layer_scheme, segments
+from qrot.grid import Grid, fake_quantise
+from qrot.scheme import Override, Scheme, layer_scheme, segments
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 KINDS = ("symmetric", "symmetric_half", "asymmetric")

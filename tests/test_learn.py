@@ -13,7 +13,7 @@ import pytest
 from models import write_variant
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Override, Scheme
+from qrot.grid import Grid
 from qrot.learn import loop
 from qrot.learn import start as start_module
 from qrot.learn.capture import mean_shifts
@@ -28,6 +28,7 @@ from qrot.model.load import load
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned
+from qrot.scheme import Override, Scheme
 
 A4 = Grid(4, "asymmetric")
 W16A4 = Scheme(Grid(), A4, A4, A4)

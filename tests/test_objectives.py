@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import write_variant
 
-from qrot.grid import Grid, Override, Scheme, expected_error, fake_quantise
+from qrot.grid import Grid, expected_error, fake_quantise
 from qrot.learn.batches import drawn
 from qrot.learn.capture import Captured, capture, capture_hidden, mean_shifts
 from qrot.learn.end_to_end import kl, quantised_logits
@@ -18,6 +18,7 @@ from qrot.model.load import load
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned, Rotations, Scales, as_matrix
+from qrot.scheme import Override, Scheme
 
 A4 = Grid(4, "asymmetric")
 W16A4 = Scheme(Grid(), A4, A4, A4)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Override, Scheme, fake_quantise
+from qrot.grid import Grid, fake_quantise
 from qrot.model.params import PROJECTIONS
 from qrot.quantize.rtn import best_clip, mean_best_clip, round_weight, rtn
+from qrot.scheme import Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 GRANULARITIES = {"channel": None, "group": 8, "tensor": None}

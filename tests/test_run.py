@@ -23,11 +23,12 @@ from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
+from qrot.scheme import Scheme
 
 METHODS = ("full_precision", "rtn", "random_orthogonal", "random_hadamard", "learned")
 LEARN = Learn(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from learned import ALL, EACH, orthogonal, put, some_shifts
 from models import VARIANTS
 
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.quantize.rtn import rtn
@@ -23,6 +23,7 @@ from qrot.rotation.rotations import (
     unrotate,
 )
 from qrot.rotation.sites import layer_sites
+from qrot.scheme import Scheme
 
 A4 = Grid(4, "asymmetric")
 W16A4 = Scheme(Grid(), A4, A4, A4)

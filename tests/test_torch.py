@@ -9,7 +9,7 @@ import pytest
 from learned import ALL, put, some_clips, some_shifts
 from models import VARIANTS
 
-from qrot.grid import Grid, Override, Scheme, grids_by_layer
+from qrot.grid import Grid
 from qrot.grid import fake_quantise as in_jax
 from qrot.kernels.fwht import fwht
 from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
@@ -18,6 +18,7 @@ from qrot.model.fuse import fold_norms, fuse
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned
 from qrot.rotation.store import save_rotations
+from qrot.scheme import Override, Scheme, grids_by_layer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

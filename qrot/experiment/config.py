@@ -17,10 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
-from qrot.grid import OFF, Scheme
+from qrot.grid import OFF
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.rotation.random import RotationSites
+from qrot.scheme import Scheme
 
 Method = Literal[
     "full_precision",

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import mean_nll
 from qrot.experiment.prepare import Inputs
-from qrot.grid import Scheme
 from qrot.model.forward import forward
 from qrot.model.fuse import fuse
 from qrot.model.params import Model, Params
 from qrot.quantize.gptq import gptq
 from qrot.quantize.rtn import rtn
 from qrot.rotation.rotations import Learned, Rotations
+from qrot.scheme import Scheme
 
 # What stages take on 2 cores, roughly, for their remaining time until they can tell it themselves:
 # seconds per million parameters, for a forward pass also per thousand tokens.

@@ -28,11 +28,11 @@ from qrot.experiment.plot import plot_learning
 from qrot.experiment.prepare import Inputs, prepare
 from qrot.experiment.results import BESIDE, read_results, write_results, write_text
 from qrot.experiment.stages import Stages
-from qrot.grid import Scheme, grids_by_layer
 from qrot.learn.loop import learn, load_history, total_steps
 from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned
 from qrot.rotation.store import load_rotations, save_rotations, warn_of_weights
+from qrot.scheme import Scheme, grids_by_layer
 
 
 def run(config: RunConfig, console: Console) -> dict[str, Any]:

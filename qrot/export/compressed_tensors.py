@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Int8, Int32
 from qrot.errors import InputError
 from qrot.export.fitted import as_numpy
 from qrot.export.huggingface import layer_tensors
-from qrot.grid import Grid, Scheme, layer_scheme
+from qrot.grid import Grid
 from qrot.kernels.fwht import hadamard_dense
 from qrot.model.assemble import MODULES
 from qrot.model.params import PROJECTIONS, Layers, Linear
 from qrot.quantize.rtn import weight_integers
 from qrot.rotation.rotations import Hadamard, Rotations
+from qrot.scheme import Scheme, layer_scheme
 
 PRESETS = {"W4A16": (4, 16), "W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4)}
 _R4 = "mlp.down_proj.R4_input.weight"

@@ -21,11 +21,11 @@ from qrot.export import compressed_tensors, pytorch, spinquant, verify
 from qrot.export.fitted import Fitted, left_out, offline, one_layer
 from qrot.export.folder import SHARD, whole_folder
 from qrot.export.huggingface import stored_dtype, write_huggingface
-from qrot.grid import Scheme
 from qrot.model.params import Layers, Params
 from qrot.model.tokenizer import encode
 from qrot.quantize.gptq import gptq
 from qrot.rotation.rotations import Learned, Rotations
+from qrot.scheme import Scheme
 
 FORMATS = ("spinquant", "huggingface", "compressed-tensors", "torch")
 DTYPES = ("float32", "bfloat16", "float16")

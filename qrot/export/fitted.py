@@ -12,12 +12,12 @@ import numpy as np
 
 from qrot.errors import InputError
 from qrot.experiment.config import RunConfig, read_config, read_scheme
-from qrot.grid import Scheme
 from qrot.model.fuse import fold_ends, fold_layers, fuse_ends, fuse_layers
 from qrot.model.load import Opened, open_model
 from qrot.model.params import Layers, Params
 from qrot.rotation.rotations import Learned, Rotations, Scales, by_layer
 from qrot.rotation.store import load_rotations
+from qrot.scheme import Scheme
 
 FILE = "rotations.safetensors"
 

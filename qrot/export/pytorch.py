@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import qrot
 from qrot.export.fitted import FILE, Fitted
 from qrot.export.huggingface import layer_tensors
-from qrot.grid import Scheme, grids_by_layer, layer_scheme
 from qrot.model.fuse import fuse_shifts, left_online
 from qrot.model.params import Layers
 from qrot.quantize.rtn import rtn_layer
 from qrot.rotation.rotations import Learned, Rotations
 from qrot.rotation.store import save_rotations
+from qrot.scheme import Scheme, grids_by_layer, layer_scheme
 
 MODULE, ONLINE = "qrot_torch.py", "online.safetensors"
 _SOURCE = Path(str(qrot.__file__)).with_name("torch.py")  # copied, not imported: it needs torch

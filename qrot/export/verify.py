@@ -20,7 +20,6 @@ from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
 from qrot.experiment.data import Data, read_texts
 from qrot.export.compressed_tensors import fold_signs, online_of
 from qrot.export.fitted import Fitted
-from qrot.grid import Scheme
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward, rope_table
 from qrot.model.fuse import fold_norms, fuse
@@ -29,6 +28,7 @@ from qrot.model.params import Params
 from qrot.model.tokenizer import encode
 from qrot.quantize.rtn import rtn
 from qrot.rotation.rotations import Learned, Rotations, Shifts
+from qrot.scheme import Scheme
 
 WINDOWS = Windows(length=512, count=16)
 Logits = Callable[[Int[np.ndarray, "batch length"]], Float[np.ndarray, "batch length vocab"]]

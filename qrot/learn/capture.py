@@ -15,11 +15,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qrot.grid import Scheme, layer_scheme
 from qrot.model.config import ModelConfig
 from qrot.model.forward import PerLayer, decoder_layer, project, tables
 from qrot.model.params import Layers, Model, Params
 from qrot.rotation.rotations import Rotations, Shifts
+from qrot.scheme import Scheme, layer_scheme
 
 STORED = jnp.bfloat16  # half the memory; a hundredth of the error of a 4-bit grid
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from qrot.evaluate.perplexity import token_nll
-from qrot.grid import Scheme
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward
 from qrot.model.fuse import rotate_shifts
 from qrot.model.params import Params
 from qrot.quantize.rtn import rotate_and_round
 from qrot.rotation.rotations import Learned
+from qrot.scheme import Scheme
 
 
 def cross_entropy(

@@ -24,7 +24,6 @@ from orbax.checkpoint import v1 as ocp
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows
-from qrot.grid import Scheme
 from qrot.learn.batches import TAPS, make_batches
 from qrot.learn.capture import Captured, capture, mean_shifts
 from qrot.learn.objectives import OBJECTIVES
@@ -40,6 +39,7 @@ from qrot.learn.stiefel import OPTIMISERS
 from qrot.model.params import Model
 from qrot.rotation.random import RotationSites
 from qrot.rotation.rotations import Kronecker, Learned, Shifts, is_signed
+from qrot.scheme import Scheme
 
 CLIP_RATE = 0.1  # of the clip ratios, at the first step
 SCALE_RATE = 0.03  # of the logarithms of the scales, at the first step

@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Float
 
 from qrot.errors import InputError
-from qrot.grid import Scheme
 from qrot.kernels.fwht import hadamard_dense
 from qrot.learn.capture import Captured
 from qrot.learn.settings import Learn
@@ -38,6 +37,7 @@ from qrot.rotation.rotations import (
     Shifts,
     as_matrix,
 )
+from qrot.scheme import Scheme
 
 FISHER_STEPS = 60
 

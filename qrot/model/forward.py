@@ -15,11 +15,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qrot.grid import LayerScheme, Scheme, fake_quantise, segments
+from qrot.grid import fake_quantise
 from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.params import Layers, Linear, Params
 from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate, unrotate
 from qrot.rotation.sites import layer_sites
+from qrot.scheme import LayerScheme, Scheme, segments
 
 
 @struct.dataclass

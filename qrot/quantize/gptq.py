@@ -18,20 +18,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from qrot.errors import InputError
-from qrot.grid import (
-    READERS,
-    Grid,
-    Scheme,
-    elementwise_scale_and_zero,
-    layer_scheme,
-    nearest,
-    segments,
-)
+from qrot.grid import Grid, elementwise_scale_and_zero, nearest
 from qrot.model.config import ModelConfig
 from qrot.model.forward import PerLayer, decoder_layer, tables
 from qrot.model.params import Layers, Params
 from qrot.quantize.rtn import best_clip
 from qrot.rotation.rotations import Rotations, by_layer
+from qrot.scheme import READERS, Scheme, layer_scheme, segments
 
 BLOCK = 128  # inputs that are rounded before the others hear of it
 _EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16

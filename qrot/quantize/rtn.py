@@ -9,20 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import (
-    Grid,
-    LayerScheme,
-    Quantised,
-    Scheme,
-    fake_quantise,
-    layer_scheme,
-    quantise,
-    segments,
-)
+from qrot.grid import Grid, Quantised, fake_quantise, quantise
 from qrot.model.config import ModelConfig
 from qrot.model.fuse import rotate_layer
 from qrot.model.params import Layers, Linear, Params
 from qrot.rotation.rotations import Rotations, Scales
+from qrot.scheme import LayerScheme, Scheme, layer_scheme, segments
 
 
 def rtn(params: Params, scheme: Scheme) -> Params:
