@@ -12,7 +12,7 @@ import numpy as np
 
 from qrot.errors import InputError
 from qrot.experiment.config import RunConfig, read_config, read_scheme
-from qrot.model.fuse import fold_ends, fold_layers, fuse_ends, fuse_layers
+from qrot.model.fuse import fold_ends, fold_layers, fuse_layers, fuse_table
 from qrot.model.load import Opened, open_model
 from qrot.model.params import Layers, Params
 from qrot.rotation.rotations import Learned, Rotations, Scales, by_layer
@@ -65,9 +65,14 @@ def _rotation_file(source: Path) -> Path:
     raise InputError(f"{source}: a run without learned rotations has none to export")
 
 
-def fused_ends(fitted: Fitted, rotations: Rotations) -> Params:
-    """Embedding and head, rotated; without layers. Read anew at each call."""
-    return fuse_ends(fold_ends(fitted.opened.read(range(0))), rotations)
+def fused_embed(fitted: Fitted, rotations: Rotations) -> Any:
+    """The embedding [vocab, hidden], rotated; read anew."""
+    return fuse_table(fitted.opened.read(range(0)).embed, rotations)
+
+
+def fused_head(fitted: Fitted, rotations: Rotations) -> Any:
+    """The head as PyTorch has it [vocab, hidden], with the last norm in it, rotated; read anew."""
+    return fuse_table(fold_ends(fitted.opened.read(range(0))).head.T, rotations)
 
 
 def fused_layers(fitted: Fitted, learned: Learned) -> Iterator[Layers]:

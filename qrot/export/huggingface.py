@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from qrot.export.fitted import Fitted, as_numpy, fused_ends, fused_layers
+from qrot.export.fitted import Fitted, as_numpy, fused_embed, fused_head, fused_layers
 from qrot.export.folder import SHARD, write_tensors
 from qrot.model.assemble import EMBED, HEAD, MODULES, NORM
 from qrot.model.config import ModelConfig
@@ -55,13 +55,12 @@ def write_huggingface(
     each = write_layer or (lambda i, layer: layer_tensors(i, layer, kind))
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        yield EMBED, as_numpy(fused_ends(fitted, learned.rotations).embed, kind)
+        yield EMBED, as_numpy(fused_embed(fitted, learned.rotations), kind)
         for i, layer in enumerate(fused_layers(fitted, learned)):
             yield from each(i, layer).items()
             advance(1)
-        ends = fused_ends(fitted, learned.rotations)
-        yield NORM, as_numpy(ends.norm, kind)
-        yield HEAD, as_numpy(ends.head.T, kind)
+        yield NORM, np.ones(fitted.opened.config.hidden_size, kind)
+        yield HEAD, as_numpy(fused_head(fitted, learned.rotations), kind)
 
     write_tensors(folder, tensors(), shard=shard)
     text = {**config_json(fitted.opened), "tie_word_embeddings": False, "dtype": dtype}

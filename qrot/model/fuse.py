@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace as replace_config
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,8 +173,11 @@ def fuse(
     norms = (params.layers.attention_norm, params.layers.mlp_norm, params.norm)
     if params.head is None or not all((norm == 1).all() for norm in norms):
         raise ValueError("the norms of these parameters are not folded: call fold_norms first")
-    params = fuse_ends(params, rotations)
-    params = params.replace(layers=fuse_layers(params.layers, rotations, config, scales))
+    params = params.replace(
+        embed=fuse_table(params.embed, rotations),
+        layers=fuse_layers(params.layers, rotations, config, scales),
+        head=fuse_table(params.head.T, rotations).T,
+    )
     return params, left_online(rotations), fuse_shifts(shifts, rotations, config, scales)
 
 
@@ -182,12 +186,10 @@ def left_online(rotations: Rotations) -> Rotations:
     return Rotations(key=rotations.key, down=rotations.down, fused=True)
 
 
-def fuse_ends(params: Params, rotations: Rotations) -> Params:
-    """`fuse` for embed and head alone."""
+def fuse_table(table: Float[Array, "vocab hidden"], rotations: Rotations) -> Any:
+    """`fuse` for the embedding alone, or for the head transposed."""
     with jax.enable_x64(True):
-        residual = _refined(rotations).residual
-        embed = _fuse_rows(params.embed, residual)
-        return params.replace(embed=embed, head=_fuse_rows(params.head.T, residual).T)
+        return _fuse_rows(table, _refined(rotations).residual)
 
 
 def fuse_layers(
