@@ -41,7 +41,7 @@ def judge(inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme) ->
             jax.block_until_ready(params)
     params, facts = _rounded(inputs, name, params, online, scheme)
     logits = partial(
-        _logits,
+        judged_logits,
         params,
         online,
         shifts,
@@ -99,7 +99,10 @@ def _rounded(
 
 
 @partial(jax.jit, static_argnames=("config", "scheme", "dtype"))
-def _logits(params: Params, online, shifts, clips, tokens, *, config, scheme: Scheme, dtype: str):
+def judged_logits(
+    params: Params, online, shifts, clips, tokens, *, config, scheme: Scheme, dtype: str
+):
+    """Logits of weights that are fused and rounded, as every row is judged by."""
     return forward(
         params,
         tokens,

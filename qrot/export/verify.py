@@ -18,10 +18,11 @@ from jaxtyping import Float, Int
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
 from qrot.experiment.data import Data, read_texts
+from qrot.experiment.judge import judged_logits
 from qrot.export.compressed_tensors import fold_signs, online_of
 from qrot.export.fitted import Fitted
 from qrot.model.config import ModelConfig
-from qrot.model.forward import forward, rope_table
+from qrot.model.forward import rope_table
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import Opened
 from qrot.model.params import Params
@@ -129,22 +130,12 @@ def logits_in_qrot(
     elif scheme.rounds_weights:
         params = rtn(params, scheme)
 
-    @jax.jit
-    def logits(params, online, shifts, clips, tokens):
-        return forward(
-            params,
-            tokens,
-            config,
-            rotations=online,
-            scheme=scheme,
-            shifts=shifts,
-            clips=clips,
-            dtype=jnp.dtype(dtype),
-        )
-
     def run(row):
         with jax.enable_x64(dtype == "float64"):
-            return np.asarray(logits(params, online, shifts, clips, jnp.asarray(row)))
+            state, tokens = (params, online, shifts, clips), jnp.asarray(row)
+            return np.asarray(
+                judged_logits(*state, tokens, config=config, scheme=scheme, dtype=dtype)
+            )
 
     return run
 
