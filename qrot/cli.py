@@ -125,7 +125,7 @@ def import_(
         bool, typer.Option("--online/--no-online", help="With SpinQuant's fixed R3 and R4.")
     ] = True,
 ) -> None:
-    """Turn an R.bin into a rotation file, for `methods: [saved]` of a config.
+    """Turn an R.bin into a rotation file, for the method `saved` of a config.
 
     R.bin says neither the model nor the weights that it was learned for: you have to.
     """
