@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -105,6 +106,7 @@ def export(
     console = Console()
     options = Options(scheme, group, online, weights, dtype)
     fitted = read_fitted(source, model=model)
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: no bars between our own
     with Stages(console) as stages:
         exported, difference = write(fitted, out, kind, options, stages, check=verify)
     size = sum(path.stat().st_size for path in out.iterdir())
