@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import qrot
 from qrot.export.fitted import FILE, Fitted
 from qrot.export.huggingface import layer_tensors
 from qrot.model.fuse import fuse_shifts, left_online
 from qrot.model.params import Layers
-from qrot.quantize.rtn import rtn_layer
+from qrot.quantize.rtn import rtn_layers
 from qrot.rotation.rotations import Learned, Rotations
 from qrot.rotation.store import save_rotations
 from qrot.scheme import Scheme, grids_by_layer, layer_scheme
@@ -30,10 +27,7 @@ def rounded_tensors(
 
     values: the same layer, rounded; to nearest where it is None.
     """
-    if values is not None:
-        return layer_tensors(i, values, dtype)
-    one = rtn_layer(jax.tree.map(lambda x: x[0], layer), layer_scheme(scheme, i))
-    return layer_tensors(i, jax.tree.map(lambda x: jnp.asarray(x)[None], one), dtype)
+    return layer_tensors(i, values or rtn_layers(layer, layer_scheme(scheme, i)), dtype)
 
 
 def write_online(

@@ -25,14 +25,15 @@ def rtn(params: Params, scheme: Scheme) -> Params:
     layers = params.layers
     runs = segments(scheme, layers.attention_norm.shape[0])
     done = [
-        _rtn_layers(jax.tree.map(lambda x, a=start, b=stop: x[a:b], layers), grids)
+        rtn_layers(jax.tree.map(lambda x, a=start, b=stop: x[a:b], layers), grids)
         for start, stop, grids in runs
     ]
     return params.replace(layers=jax.tree.map(lambda *parts: jnp.concatenate(parts), *done))
 
 
 @partial(jax.jit, static_argnums=1)
-def _rtn_layers(layers: Layers, grids: LayerScheme) -> Layers:
+def rtn_layers(layers: Layers, grids: LayerScheme) -> Layers:
+    """Some layers with the same grids."""
     return jax.lax.map(lambda layer: rtn_layer(layer, grids), layers)
 
 
@@ -60,6 +61,7 @@ def rotate_and_round(
     return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
 
 
+@partial(jax.jit, static_argnums=1)
 def weight_integers(weight: Float[Array, "in out"], grid: Grid) -> Quantised:
     """The integers and scales that `round_weight` stands for, to be packed for export."""
     clip = best_clip(weight, grid) if grid.clip == "mse" else None
