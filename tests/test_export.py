@@ -332,6 +332,17 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
     own = plain.model.layers[2].mlp.down_proj.R4_input.weight
     np.testing.assert_array_equal(stored, own.detach().numpy())
     assert "computes something else" in (out / "README.md").read_text()
+    # What compressed-tensors rounds is what our module has turned.
+    arguments, again = ("--scheme", "W4A4", "--online"), tmp_path / "again"
+    kind = ("--format", "compressed-tensors")
+    assert export(monkeypatch, path, "--out", again, *kind, *arguments) == 0
+    model = qrot_torch.load(again)
+    seen = watched(model)
+    logits(model)
+    for linear, x, y in seen:
+        rounded = np.array(fake_quantise(jnp.asarray(x), ct.preset("W4A4").activations))
+        expected = torch.nn.functional.linear(torch.tensor(rounded), linear.weight, linear.bias)
+        assert apart(y, expected.detach()) < 1e-5
 
 
 # qrot.torch
