@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float
 
 from qrot.errors import InputError
 
@@ -97,28 +97,6 @@ def fake_quantise(
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x, grid, axis % x.ndim)
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
-
-
-class Quantised(NamedTuple):
-    """Integers on a grid: value ~ (q - zero) * scale, in groups where the grid has them."""
-
-    q: Int8[Array, "..."] | UInt8[Array, "..."]  # unsigned with a zero point
-    scale: Float[Array, "..."]  # broadcasts against q
-    zero: Float[Array, "..."] | None  # None on a symmetric grid
-
-
-def quantise(x: Float[Array, "..."], grid: Grid, *, axis: int = -1, clip: Any = None) -> Quantised:
-    """The integers that `fake_quantise` stands for; arguments and errors are the same.
-
-    At most 8 bits. Along `axis` a grid with groups has two axes, groups and members.
-    """
-    if grid.bits > 8:
-        raise ValueError(f"{grid.bits} bits do not fit an int8")
-    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
-    grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
-    scale, zero = scale_and_zero(grouped, clip, grid, axes)
-    q = nearest(grouped, scale, zero, grid) + (0 if zero is None else zero)
-    return Quantised(q.astype(jnp.uint8 if zero is not None else jnp.int8), scale, zero)
 
 
 def expected_error(

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from qrot.model.params import PROJECTIONS, Params
+
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -174,3 +176,9 @@ def write_variant(path: Path, name: str, **options: Any) -> None:
     """Write the variant of this name (a key of `VARIANTS`)."""
     architecture, changes = VARIANTS[name]
     write_folder(path, architecture, **options, **changes)
+
+
+def without_weights(params: Params) -> Params:
+    """All that rounding weights leaves alone: embedding, norms, biases, head."""
+    layers = {n: getattr(params.layers, n).replace(weight=None) for n in PROJECTIONS}
+    return params.replace(layers=params.layers.replace(**layers))

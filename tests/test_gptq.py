@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import without_weights
 
 from qrot.errors import InputError
 from qrot.grid import Grid
@@ -259,14 +260,7 @@ def test_every_weight_is_on_its_grid_and_nothing_else_changes(fused, after):
         np.testing.assert_allclose(levels, np.rint(levels), atol=1e-4)
         assert np.rint(levels).min() >= -4
         assert np.rint(levels).max() <= 3
-    bare = [
-        p.replace(
-            layers=p.layers.replace(
-                **{n: getattr(p.layers, n).replace(weight=None) for n in PROJECTIONS}
-            )
-        )
-        for p in (before, after)
-    ]
+    bare = map(without_weights, (before, after))
     for a, b in zip(*map(jax.tree.leaves, bare), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -24,7 +24,6 @@ from qrot.learn.start import balancing, fisher_settings, starting_point, trainin
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward, forward_with_taps
 from qrot.model.fuse import fold_norms, fuse
-from qrot.model.load import load
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned
@@ -46,10 +45,8 @@ SHORT = Learn(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_variant(folder, "qwen2")
-    return fold_norms(load(str(folder)))
+def model(variant):
+    return fold_norms(variant("qwen2"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import write_variant
 
 from qrot.grid import Grid, expected_error, fake_quantise
 from qrot.learn.batches import drawn
@@ -14,7 +13,6 @@ from qrot.learn.layer_wise import layer_reconstruction
 from qrot.learn.site_wise import UNIFORM, fisher, kurtosis, reconstruction, whip
 from qrot.model.forward import forward, forward_with_taps, project
 from qrot.model.fuse import fold_norms, fuse
-from qrot.model.load import load
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned, Rotations, Scales, as_matrix
@@ -27,10 +25,8 @@ SITES = ("qkv", "keys", "values", "o", "gate_up", "down")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_variant(folder, "qwen2")
-    return fold_norms(load(str(folder)))
+def model(variant):
+    return fold_norms(variant("qwen2"))
 
 
 @pytest.fixture(scope="module")

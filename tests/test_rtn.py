@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import without_weights
 
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
@@ -128,14 +129,7 @@ def test_every_projection_is_rounded_and_nothing_else(params):
             scale = np.abs(w[layer]).max(**axes) / 7
             expected = np.clip(np.rint(w[layer] / scale), -8, 7) * scale
             np.testing.assert_allclose(q[layer], expected, rtol=1e-5, atol=1e-6)
-    bare = [
-        p.replace(
-            layers=p.layers.replace(
-                **{n: getattr(p.layers, n).replace(weight=None) for n in PROJECTIONS}
-            )
-        )
-        for p in (params, after)
-    ]
+    bare = map(without_weights, (params, after))
     for a, b in zip(*map(jax.tree.leaves, bare), strict=True):
         np.testing.assert_array_equal(a, b)
 

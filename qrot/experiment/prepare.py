@@ -55,8 +55,7 @@ class Inputs:
     def gptq_rows(self) -> Int[np.ndarray, "windows length"]:
         """The windows that GPTQ calibrates on, from all over the text."""
         settings = self.config.gptq
-        with located("gptq.windows"):
-            return spread_windows(self.calibration, settings.length, settings.windows)
+        return spread_windows(self.calibration, settings.length, settings.windows)
 
 
 def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:

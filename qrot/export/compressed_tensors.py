@@ -7,8 +7,10 @@ has no place for shifts, clip ratios and a 4-bit cache.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
@@ -20,7 +22,7 @@ from qrot.grid import Grid
 from qrot.kernels.fwht import hadamard_dense
 from qrot.model.assemble import MODULES
 from qrot.model.params import PROJECTIONS, Layers, Linear
-from qrot.quantize.rtn import weight_integers
+from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.rotations import Hadamard, Rotations
 from qrot.scheme import Scheme, layer_scheme
 
@@ -121,15 +123,20 @@ def _integers(
     value: Float[np.ndarray, "in out"] | None = None,
 ) -> tuple[Int8[np.ndarray, "out in"], np.ndarray]:
     """Integers [out, in] and scales [out, groups]; of `value` on the scales of weight, if given."""
-    scale = np.asarray(weight_integers(weight, grid).scale)
     inputs, outputs = weight.shape
     groups = inputs // (grid.group or inputs)
-    scale = scale.reshape(groups, 1, outputs).astype(dtype)
+    each = np.asarray(_scales(weight, grid)).reshape(groups, -1, outputs)
+    scale = each[:, :1].astype(dtype)  # the same for all of a group
     split = np.asarray(weight if value is None else value).reshape(groups, -1, outputs)
     low, high = grid.levels
     q = np.clip(np.rint(split / scale.astype(np.float32)), low, high).astype(np.int8)
     q = np.ascontiguousarray(q.reshape(inputs, outputs).T)
     return q, np.ascontiguousarray(scale.reshape(groups, outputs).T)
+
+
+@partial(jax.jit, static_argnums=1)
+def _scales(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "in out"]:
+    return weight_scale_and_zero(weight, grid)[0]
 
 
 def fold_signs(layers: Layers, rotations: Rotations) -> Layers:

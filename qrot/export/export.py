@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from qrot.quantize.gptq import gptq
 from qrot.rotation.rotations import Learned, Rotations
 from qrot.scheme import Scheme
 
-FORMATS = ("spinquant", "huggingface", "compressed-tensors", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("rtn", "gptq")
 # Of perplexities, or three standard errors where the noise of float32 decides between two levels:
@@ -77,21 +77,16 @@ def export(
     Raises InputError, and leaves nothing behind, where the format cannot hold what is asked for or
     PyTorch computes something else.
     """
-    if kind not in FORMATS:
-        raise InputError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
+    if kind not in _PLANS:
+        raise InputError(f"--format: {kind!r} is not one of {', '.join(_PLANS)}")
     if options.dtype not in (None, *DTYPES):
         raise InputError(f"--dtype: {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.weights not in (None, *WEIGHTS):
         raise InputError(f"--weights: {options.weights!r} is not one of {', '.join(WEIGHTS)}")
     if kind != "compressed-tensors" and (options.scheme or options.group or options.online):
         raise InputError("--scheme, --group and --online go with --format compressed-tensors only")
-    _needs_torch(kind if not check else "verify")
-    plan = {
-        "spinquant": _spinquant,
-        "huggingface": _huggingface,
-        "compressed-tensors": _compressed,
-        "torch": _torch,
-    }[kind](fitted, options)
+    _check_installed(kind, check)
+    plan = _PLANS[kind](fitted, options)
     layers = fitted.opened.config.num_hidden_layers
     with whole_folder(out) as folder:
         rounded = _by_gptq(fitted, plan, stages) if plan.gptq else None
@@ -102,17 +97,13 @@ def export(
     return plan, difference
 
 
-def _needs_torch(kind: str) -> None:
-    needs = {"spinquant": "torch", "compressed-tensors": None, "huggingface": None}
-    try:
-        if kind in ("spinquant", "torch", "verify"):
-            import torch  # noqa: F401
-        if kind == "verify":
-            import transformers  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"this needs {needs.get(kind) or 'torch and transformers'}: `pip install qrot[export]`"
-        ) from error
+def _check_installed(kind: str, check: bool) -> None:
+    needed = {"torch"} if kind == "spinquant" else set()
+    if check:
+        needed |= {"torch", "transformers"}
+        needed |= {"compressed_tensors"} if kind == "compressed-tensors" else set()
+    if missing := [name for name in sorted(needed) if find_spec(name) is None]:
+        raise InputError(f"this needs {', '.join(missing)}: `pip install qrot[export]`")
 
 
 def _spinquant(fitted: Fitted, options: Options) -> Plan:
@@ -252,6 +243,14 @@ def _torch(fitted: Fitted, options: Options) -> Plan:
     load = partial(verify.load_with_module, module=pytorch.MODULE)
     exact = dtype == "float32" and scheme != replace(Scheme(), weights=scheme.weights)
     return Plan(write, load, lines, "", fitted.learned, scheme, gptq, dtype, exact=exact)
+
+
+_PLANS = {
+    "spinquant": _spinquant,
+    "huggingface": _huggingface,
+    "compressed-tensors": _compressed,
+    "torch": _torch,
+}
 
 
 def _gptq(fitted: Fitted, options: Options) -> bool:

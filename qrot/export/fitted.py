@@ -16,7 +16,7 @@ from qrot.model.fuse import fold_ends, fold_layers, fuse_layers, fuse_table
 from qrot.model.load import Opened, open_model
 from qrot.model.params import Layers, Params
 from qrot.rotation.rotations import Learned, Rotations, Scales, by_layer
-from qrot.rotation.store import load_rotations
+from qrot.rotation.store import check_digest, load_rotations
 from qrot.scheme import Scheme
 
 FILE = "rotations.safetensors"
@@ -42,7 +42,7 @@ def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
     path = _rotation_file(source)
     learned, metadata = load_rotations(path)
     opened = open_model(model or metadata["model"])
-    load_rotations(path, digest=opened.digest)
+    check_digest(path, metadata, opened.digest)
     scheme = read_scheme(metadata.get("scheme", {}))
     return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)}, _run_of(path))
 

@@ -18,11 +18,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from qrot.errors import InputError
-from qrot.grid import Grid, elementwise_scale_and_zero, nearest
+from qrot.grid import Grid, nearest
 from qrot.model.config import ModelConfig
 from qrot.model.forward import PerLayer, decoder_layer, tables
 from qrot.model.params import Layers, Params
-from qrot.quantize.rtn import best_clip
+from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.rotations import Rotations, by_layer
 from qrot.scheme import READERS, Scheme, layer_scheme, segments
 
@@ -258,8 +258,7 @@ def _rounded(
     block: int,
 ) -> Float[Array, "in out"]:
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    clip = best_clip(wide, grid) if grid.clip == "mse" else grid.clip
-    scale, zero = elementwise_scale_and_zero(wide, grid, axis=-2, clip=clip)
+    scale, zero = weight_scale_and_zero(wide, grid)
     plain = nearest(wide, scale, zero, grid) * scale
     zeros = None if zero is None else zero[order]
     spread = _spread(wide[order], scale[order], zeros, root, grid, block)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, Quantised, fake_quantise, quantise
+from qrot.grid import Grid, elementwise_scale_and_zero, fake_quantise
 from qrot.model.config import ModelConfig
 from qrot.model.fuse import rotate_layer
 from qrot.model.params import Layers, Linear, Params
@@ -61,11 +61,12 @@ def rotate_and_round(
     return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
 
 
-@partial(jax.jit, static_argnums=1)
-def weight_integers(weight: Float[Array, "in out"], grid: Grid) -> Quantised:
-    """The integers and scales that `round_weight` stands for, to be packed for export."""
-    clip = best_clip(weight, grid) if grid.clip == "mse" else None
-    return quantise(weight, grid, axis=-2, clip=clip)
+def weight_scale_and_zero(
+    weight: Float[Array, "in out"], grid: Grid
+) -> tuple[Float[Array, "in out"], Float[Array, "in out"] | None]:
+    """Scale and zero point of each weight, by which `round_weight` rounds; see `Grid`."""
+    clip = best_clip(weight, grid) if grid.clip == "mse" else grid.clip
+    return elementwise_scale_and_zero(weight, grid, axis=-2, clip=clip)
 
 
 def round_weight(

@@ -82,11 +82,8 @@ def load_rotations(
     needed = {"model", "digest", "blocks"}
     if metadata.pop("format", None) not in (_FORMAT, _OLDER) or not needed <= metadata.keys():
         raise InputError(f"{path}: not a rotation file of qrot")
-    if digest is not None and metadata["digest"] != digest:
-        raise InputError(
-            f"{path}: fitted to {metadata['model']} ({metadata['digest']}), not to this model "
-            f"({digest})"
-        )
+    if digest is not None:
+        check_digest(path, metadata, digest)
     trained = metadata.get("trained_weight_bits")
     if trained is not None and weight_bits is not None:
         warn_of_weights(path, trained, weight_bits, gptq=gptq)
@@ -103,6 +100,15 @@ def load_rotations(
             sites["rotations"][site] = _signed(path, parts, blocks[site])
     beside = {tree: kind(**sites[tree]) if sites[tree] else None for tree, kind in _BESIDE.items()}
     return Learned(Rotations(**sites["rotations"]), **beside), metadata
+
+
+def check_digest(path: Path, metadata: dict[str, Any], digest: str) -> None:
+    """Raise InputError where rotations were fitted to another model than the one with `digest`."""
+    if metadata["digest"] != digest:
+        raise InputError(
+            f"{path}: fitted to {metadata['model']} ({metadata['digest']}), not to this model "
+            f"({digest})"
+        )
 
 
 def warn_of_weights(
