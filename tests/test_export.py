@@ -34,7 +34,7 @@ from qrot.grid import Grid, fake_quantise
 from qrot.model import assemble
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load, open_model
-from qrot.quantize.gptq import Gptq
+from qrot.quantize.layer_by_layer import Calibration
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.rotations import Learned, Rotations
@@ -364,7 +364,9 @@ def test_a_torch_folder_is_the_network_that_was_judged(made, monkeypatch, tmp_pa
 def test_weights_by_gptq(made, monkeypatch, tmp_path, kind, capsys):
     """Rounded for the export, on the text of the run, and proven; they are not those of RTN."""
     path, out = made("llama"), tmp_path / "out"
-    monkeypatch.setattr("qrot.export.fitted.RunConfig", lambda: RunConfig(gptq=Gptq(4, 64)))
+    monkeypatch.setattr(
+        "qrot.export.fitted.RunConfig", lambda: RunConfig(calibration=Calibration(4, 64))
+    )
     arguments = ["--out", out, "--format", kind, "--weights", "gptq", "--verify"]
     if kind == "compressed-tensors":
         pytest.importorskip("compressed_tensors")

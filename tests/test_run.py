@@ -25,12 +25,12 @@ from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
-from qrot.quantize.gptq import Gptq
+from qrot.quantize.layer_by_layer import Calibration
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
 from qrot.scheme import Scheme
 
-METHODS = ("full_precision", "rtn", "random_orthogonal", "random_hadamard", "learned")
+METHODS = ("full_precision", "no_rotation", "random_orthogonal", "random_hadamard", "learned")
 LEARN = Learn(
     objective="cross_entropy",
     start="hadamard",
@@ -73,8 +73,8 @@ def config(tiny, tmp_path):
     )
 
 
-CHEAP = ("full_precision", "rtn")
-GPTQ = Gptq(windows=6, length=16)
+CHEAP = ("full_precision", "no_rotation")
+CALIBRATION = Calibration(windows=6, length=16)
 
 
 def quiet() -> Console:
@@ -98,7 +98,7 @@ def test_a_whole_run(config):
 
     rows = found["rows"]
     expected = [(m, s) for m in METHODS for s in {"l": (0,), "r": (0, 1)}.get(m[0], (None,))]
-    expected = [(m, None if m == "rtn" else s) for m, s in expected]
+    expected = [(m, None if m == "no_rotation" else s) for m, s in expected]
     assert [(row["method"], row["seed"]) for row in rows] == list(dict.fromkeys(expected))
     for row in rows:
         bits = 16 if row["method"] == "full_precision" else 4
@@ -157,11 +157,11 @@ def test_rotations_of_another_run_are_judged_alike(config):
 
 
 def test_gptq_rounds_the_weights_of_every_row(config):
-    methods = ("full_precision", "rtn", "random_hadamard")
+    methods = ("full_precision", "no_rotation", "random_hadamard")
     config = replace(config, methods=methods, seeds=(0,))
     plain = run(replace(config, out=config.out + "-plain"), quiet())["rows"]
     shown = io.StringIO()
-    found = run(replace(config, weight_method="gptq", gptq=GPTQ), Console(file=shown))
+    found = run(replace(config, weight_method="gptq", calibration=CALIBRATION), Console(file=shown))
     assert "random hadamard, seed 0: GPTQ" in shown.getvalue()
     full, *rows = found["rows"]
     assert full["nll"] == plain[0]["nll"]
@@ -172,12 +172,12 @@ def test_gptq_rounds_the_weights_of_every_row(config):
         assert row["nll"] != other["nll"]
         assert "weight_method" not in other
     text = markdown(found)
-    assert "at W4A4KV4 (GPTQ weights) on" in text
-    assert "GPTQ rounded the weights of every row" in text
+    assert "at W4A4KV4 (gptq weights) on" in text
+    assert "Weights were rounded by gptq, " in text
 
 
 def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
-    config = replace(config, methods=("learned",), weight_method="gptq", gptq=GPTQ)
+    config = replace(config, methods=("learned",), weight_method="gptq", calibration=CALIBRATION)
     (row,) = run(config, quiet())["rows"]
     assert row["trained_weight_bits"] == 16
     saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
@@ -187,8 +187,10 @@ def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
 
 def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
     learn = replace(config.learn, weight_bits=4)
-    config = replace(config, methods=("learned",), learn=learn, weight_method="gptq", gptq=GPTQ)
-    sentence = "learned with weights at 4 bits and is used with weights that GPTQ rounds"
+    config = replace(
+        config, methods=("learned",), learn=learn, weight_method="gptq", calibration=CALIBRATION
+    )
+    sentence = "learned with weights at 4 bits and is used with weights that gptq rounds"
     with pytest.warns(UserWarning, match=sentence):
         (row,) = run(config, quiet())["rows"]
     saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
@@ -197,14 +199,14 @@ def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
 
 
 def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):
-    config = replace(config, methods=("rtn", "saved"), saved=str(tmp_path / "absent"))
+    config = replace(config, methods=("no_rotation", "saved"), saved=str(tmp_path / "absent"))
     with pytest.raises(InputError, match="absent: no such rotation file"):
         run(config, quiet())
     assert not Path(config.out).exists()
 
 
 def test_a_stopped_run_goes_on(config, monkeypatch):
-    config = replace(config, methods=("full_precision", "rtn", "random_hadamard"))
+    config = replace(config, methods=("full_precision", "no_rotation", "random_hadamard"))
     original, begun = module.judge, []
 
     def judge(inputs, name, *rest):
@@ -217,7 +219,7 @@ def test_a_stopped_run_goes_on(config, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(config, quiet())
     kept = json.loads((Path(config.out) / "results.json").read_text())["rows"]
-    assert [row["method"] for row in kept] == ["full_precision", "rtn"]
+    assert [row["method"] for row in kept] == ["full_precision", "no_rotation"]
     found = run(config, quiet())
     assert begun[3:] == ["random hadamard, seed 0", "random hadamard, seed 1"]
     assert found["rows"][:2] == kept
@@ -240,11 +242,11 @@ def test_a_folder_from_before_there_was_a_key_goes_on(config):
     before = run(config, quiet())
     file = Path(config.out) / "config.yaml"
     settings = yaml.safe_load(file.read_text())
-    del settings["weight_method"], settings["gptq"]
+    del settings["weight_method"], settings["calibration"]
     file.write_text(yaml.safe_dump(settings))
     assert run(config, quiet())["rows"] == before["rows"]
     with pytest.raises(InputError, match="differs in weight_method"):
-        run(replace(config, weight_method="gptq", gptq=GPTQ), quiet())
+        run(replace(config, weight_method="gptq", calibration=CALIBRATION), quiet())
 
 
 def test_a_folder_measured_on_another_text_is_refused(config, tmp_path):
@@ -285,7 +287,7 @@ def test_a_folder_of_something_else_is_refused(config):
         ({"learn": Learn(length=128, held_out=3)}, "the text has 400 tokens: 3 windows of 128"),
         (
             {"weight_method": "gptq"},
-            "gptq.windows: the text has 400 tokens: 0 windows of 512, not 64",
+            "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",
         ),
     ],
 )
@@ -322,7 +324,7 @@ def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
         (folder / "rotations.safetensors.partial").write_bytes(b"half")
         raise ValueError("RESOURCE_EXHAUSTED: write failed: No space left on device [code 28]")
 
-    config = replace(config, methods=("rtn", "learned"))
+    config = replace(config, methods=("no_rotation", "learned"))
     with monkeypatch.context() as patch:
         patch.setattr(module, "learn", learn)
         with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)"):
@@ -367,7 +369,7 @@ def row(method, seed, nll, **more):
 def test_the_table_takes_seeds_together():
     rows = [
         row("full_precision", None, 3.0, weights=16, activations=16, keys=16, values=16),
-        row("rtn", None, 12.0),
+        row("no_rotation", None, 12.0),
         row("random_hadamard", 0, 4.9),
         row("random_hadamard", 1, 5.1),
         row("learned", 0, 4.5, objective="cross_entropy", steps=9, trained_weight_bits=4,

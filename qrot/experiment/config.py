@@ -20,19 +20,27 @@ from qrot.experiment.data import Data
 from qrot.grid import OFF
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
+from qrot.quantize.layer_by_layer import Calibration
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 
 Method = Literal[
     "full_precision",
-    "rtn",
+    "no_rotation",
     "random_orthogonal",
     "random_hadamard",
     "random_hadamard_shift",
     "learned",
     "saved",
 ]
-METHODS = tuple(method for method in get_args(Method) if method != "saved")
+METHODS = (
+    "full_precision",
+    "no_rotation",
+    "random_orthogonal",
+    "random_hadamard",
+    "random_hadamard_shift",
+    "learned",
+)
 WeightMethod = Literal["rtn", "gptq"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -43,10 +51,12 @@ class RunConfig:
 
     model: see `qrot.model.load.load`. dtype: of the parameters; compute_dtype: of the arithmetic
       when judging.
-    weight_method: what rounds the weights in every row: `rtn` to the nearest level, or `gptq` with
-      the settings of that section; rotations are learned for weights at 16 bits then, where
+    methods: what is done to the network, without changing its function, before it is rounded;
+      `random_hadamard_shift` has the shifts that learning starts with.
+    weight_method: what rounds the weights in every row: `rtn` to the nearest level, or another with
+      the settings of its section; rotations are learned for weights at 16 bits then, where
       learn.weight_bits does not say otherwise.
-    methods: `rtn` has no rotation, `random_hadamard_shift` the shifts that learning starts with.
+    calibration: what all methods but those that learn see of the calibration text.
     saved: the rotation file of the method `saved`, from another run.
     other: a text of another kind to judge by as well, so that adapting to the calibration text
       shows, in `other_count` windows; None for no such text.
@@ -73,6 +83,7 @@ class RunConfig:
     learn_seeds: tuple[int, ...] = (0,)
     learn: Learn = field(default_factory=Learn)
     weight_method: WeightMethod = "rtn"
+    calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
@@ -91,16 +102,16 @@ class RunConfig:
                 raise InputError(f"{name}: {getattr(self, name)} is not positive")
 
     @property
-    def by_gptq(self) -> bool:
-        """Whether there are weights that GPTQ rounds."""
-        return self.weight_method == "gptq" and self.scheme.rounds_weights
+    def calibrates(self) -> bool:
+        """Whether the weights are rounded by what they read."""
+        return self.weight_method != "rtn" and self.scheme.rounds_weights
 
     @property
     def trained_weight_bits(self) -> int:
         """Bits of the weights that rotations are learned for."""
         if self.learn.weight_bits is not None:
             return self.learn.weight_bits
-        return OFF if self.by_gptq else self.scheme.weights.bits
+        return OFF if self.calibrates else self.scheme.weights.bits
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

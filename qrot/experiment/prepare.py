@@ -52,9 +52,9 @@ class Inputs:
             return jax.block_until_ready(mean_shifts(self.model, rows))
 
     @cached_property
-    def gptq_rows(self) -> Int[np.ndarray, "windows length"]:
-        """The windows that GPTQ calibrates on, from all over the text."""
-        settings = self.config.gptq
+    def calibration_rows(self) -> Int[np.ndarray, "windows length"]:
+        """The windows to calibrate on, from all over the text."""
+        settings = self.config.calibration
         return spread_windows(self.calibration, settings.length, settings.windows)
 
 
@@ -86,14 +86,14 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
     """The tokens to calibrate on; none where no method does."""
     learns = {"learned", "random_hadamard_shift"} & set(config.methods)
-    if not learns and not config.by_gptq:
+    if not learns and not config.calibrates:
         return np.zeros(0, np.int32)
     tokens = encode(model.tokenizer, texts.calibration)
     if learns:
         cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
-    if config.by_gptq:
-        with located("gptq.windows"):  # says now that the text is too short
-            spread_windows(tokens, config.gptq.length, config.gptq.windows)
+    if config.calibrates:
+        with located("calibration.windows"):  # says now that the text is too short
+            spread_windows(tokens, config.calibration.length, config.calibration.windows)
     return tokens
 
 

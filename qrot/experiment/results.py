@@ -79,7 +79,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if "full_precision" in nll and method != "full_precision":
             above = f"{nll[method] - nll['full_precision']:.3f}"
             gap = nll.get("random_hadamard", 0) - nll["full_precision"]
-            if method != "rtn" and gap > 0:
+            if method != "no_rotation" and gap > 0:
                 closed = f"{(nll['random_hadamard'] - nll[method]) / gap:.1%}"
         lines.append(
             (
@@ -98,8 +98,12 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def _bits(row: dict[str, Any]) -> str:
     k, v = row["keys"], row["values"]
     cache = f"KV{k}" if k == v else f"K{k}V{v}"
-    by = " (GPTQ weights)" if "weight_method" in row else ""
+    by = f" ({row['weight_method']} weights)" if "weight_method" in row else ""
     return f"W{row['weights']}A{row['activations']}{cache}{by}"
+
+
+def _method(results: dict[str, Any]) -> str:
+    return next(row["weight_method"] for row in results["rows"] if "weight_method" in row)
 
 
 def spread(values: list[float]) -> str:
@@ -158,8 +162,7 @@ def notes(results: dict[str, Any]) -> str:
     seconds = [row["weight_seconds"] for row in results["rows"] if "weight_seconds" in row]
     if seconds:
         text += (
-            f" GPTQ rounded the weights of every row, {statistics.fmean(seconds):.0f} s of it; the "
-            "row rtn has no rotation."
+            f" Weights were rounded by {_method(results)}, {statistics.fmean(seconds):.0f} s of it."
         )
     for row in results["rows"]:
         if row["method"] == "learned":

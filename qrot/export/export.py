@@ -255,14 +255,17 @@ _PLANS = {
 
 def _gptq(fitted: Fitted, options: Options) -> bool:
     """Whether GPTQ rounds: as asked for, or as in the run."""
-    return (options.weights or fitted.metadata.get("weight_method", "rtn")) == "gptq"
+    method = options.weights or fitted.metadata.get("weight_method", "rtn")
+    if method not in WEIGHTS:
+        raise InputError(f"the run rounds weights by {method}, as no export does: say --weights")
+    return method == "gptq"
 
 
 def _by_gptq(fitted: Fitted, plan: Plan, stages: Stages) -> Params | None:
     """All layers as GPTQ rounds them, calibrated on the run's text."""
     if plan.learned is None or not plan.scheme.rounds_weights:
         return None
-    config, settings = fitted.opened.config, fitted.run.gptq
+    config, settings = fitted.opened.config, fitted.run.calibration
     with stages.stage("reading and fusing", seconds=15.0):
         tokens = encode(fitted.opened.tokenizer, read_texts(fitted.run.data).calibration)
         rows = spread_windows(tokens, settings.length, settings.windows)
@@ -270,7 +273,13 @@ def _by_gptq(fitted: Fitted, plan: Plan, stages: Stages) -> Params | None:
     layers = config.num_hidden_layers
     with stages.stage("GPTQ", layers, seconds=0.1 * layers * settings.windows) as advance:
         return gptq(
-            params, plan.scheme, config, rows, rotations=online, settings=settings, advance=advance
+            params,
+            plan.scheme,
+            config,
+            rows,
+            rotations=online,
+            settings=fitted.run.gptq,
+            advance=advance,
         )
 
 

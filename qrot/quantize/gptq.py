@@ -8,8 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,37 +19,35 @@ from jaxtyping import Array, Float, Int
 from qrot.errors import InputError
 from qrot.grid import Grid, nearest
 from qrot.model.config import ModelConfig
-from qrot.model.forward import PerLayer, decoder_layer, tables
 from qrot.model.params import Layers, Params
+from qrot.quantize.layer_by_layer import (
+    EXACT,
+    Seen,
+    layer_by_layer,
+    rounded_sites,
+    weight_grids,
+)
 from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.rotations import Rotations, by_layer
-from qrot.scheme import READERS, Scheme, layer_scheme, segments
+from qrot.rotation.rotations import Rotations
+from qrot.scheme import READERS, Scheme
 
 BLOCK = 128  # inputs that are rounded before the others hear of it
-_EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16
 
 
 @dataclass(frozen=True)
 class Gptq:
     """How GPTQ rounds.
 
-    windows, length: of the calibration text, from all over it.
     damping: what is added to the Hessian's diagonal, as a share of its mean.
     act_order: whether the inputs that weigh most are rounded first.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    windows: int = 64
-    length: int = 512
     damping: float = 0.01
     act_order: bool = True
 
     def __post_init__(self):
-        if self.windows < 1:
-            raise InputError(f"gptq.windows: {self.windows} is not positive")
-        if self.length < 2:
-            raise InputError(f"gptq.length: a window of {self.length} tokens is none")
         if not 0 < self.damping <= 1:
             raise InputError(f"gptq.damping: {self.damping} is outside 0 to 1")
 
@@ -68,96 +65,45 @@ def gptq(
 ) -> Params:
     """Round the weights of all linear layers to `scheme.weights`; embed and head are left alone.
 
-    Layer by layer: all windows run through a layer, on what the rounded layers before it make of
-    them, then its weights are rounded, then the windows run through it once more. Activations and
-    cache are not quantised meanwhile, as in QuaRot and SpinQuant. Beside what is rounded, the
-    device holds one layer, its Hessians and `batch` windows; all hidden states are on the host.
+    Layer by layer (`layer_by_layer`), each on what the rounded layers before it make of the
+    windows. Activations and cache are not quantised meanwhile, as in QuaRot and SpinQuant.
 
     rows: tokens to calibrate on. rotations: what `fuse` left online; None where nothing was fused.
     advance: called after each layer.
     Raises InputError where a group does not divide a layer's inputs, or activations are not finite;
     ValueError where the rotations are not fused. Warns where a Hessian needs more damping.
     """
-    rotations, settings = rotations or Rotations(fused=True), settings or Gptq()
-    if not rotations.fused:
-        raise ValueError("GPTQ rounds the weights that the network has: fuse the rotations first")
-    grids = [
-        dict(grids.weights)
-        for start, stop, grids in segments(scheme, config.num_hidden_layers)
-        for _ in range(start, stop)
-    ]
-    embed = np.asarray(params.embed)
-    hidden = [embed[rows[i : i + batch]] for i in range(0, len(rows), batch)]
-    windows, done = config.sliding_window, []
-    for i, own in enumerate(grids):
-        layer, turns = jax.tree.map(lambda x, i=i: x[i], (params.layers, by_layer(rotations)))
-        window = None if windows is None else windows[i]
-        rounded = tuple(s for s, names in READERS.items() if any(own[n].on for n in names))
-        run = partial(_run, turns=turns, window=window, rotations=rotations, config=config)
-        if rounded:
-            found = (run(h, layer, sites=rounded) for h in hidden)
-            hessians = reduce(lambda *both: jax.tree.map(jnp.add, *both), found)
-            layer = round_layer(layer, hessians, own, settings, f"layer {i}")
-        if i + 1 < len(grids):
-            hidden = [np.asarray(run(h, layer)) for h in hidden]
-        done.append(layer)
-        advance()
-    return params.replace(layers=jax.tree.map(lambda *x: jnp.stack(x), *done))
+    settings, grids = settings or Gptq(), weight_grids(scheme, config.num_hidden_layers)
 
+    def change(i: int, layer: Layers, seen: dict[str, Seen]) -> Layers:
+        return round_layer(layer, seen, grids[i], settings, f"layer {i}")
 
-@partial(jax.jit, static_argnames=("config", "sites"))
-def _run(h: Float[Array, "batch length n"], layer, *, turns, window, rotations, config, sites=()):
-    """The layer's output, or the Hessians of what its weights read at some sites, if there are."""
-    hessians: dict[str, Array] = {}
-
-    def observe(site: str, x: Array) -> None:
-        if site in sites:
-            hessians[site] = _hessian(x.reshape(-1, x.shape[-1]))
-
-    plain = Scheme()
-    rope, _ = tables(config, h.shape[1], h.dtype)
-    out, _ = decoder_layer(
-        h,
-        layer,
-        PerLayer(window=window),
-        rotations.replace(**turns),
-        layer_scheme(plain, 0),
-        plain,
+    return layer_by_layer(
+        params,
         config,
-        rope,
-        observe=observe,
+        rows,
+        change,
+        sites=rounded_sites(grids),
+        rotations=rotations,
+        batch=batch,
+        advance=advance,
     )
-    return hessians if sites else out
-
-
-def _hessian(x: Float[Array, "tokens n"]) -> Float[Array, "n n"]:
-    """X^T X. It is symmetric: four strips of its upper half are 5/8 of the work."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    product = partial(jnp.matmul, precision=_EXACT, preferred_element_type=wide)
-    edges = [x.shape[1] * i // 4 for i in range(5)]
-    strips = [jnp.pad(product(x[:, a:b].T, x[:, a:]), ((0, 0), (a, 0))) for a, b in pairwise(edges)]
-    upper = jnp.concatenate(strips)
-    return jnp.triu(upper) + jnp.triu(upper, 1).T
 
 
 def round_layer(
-    layer: Layers, hessians: dict[str, Array], grids: dict[str, Grid], settings: Gptq, name: str
+    layer: Layers, seen: dict[str, Seen], grids: dict[str, Grid], settings: Gptq, name: str
 ) -> Layers:
     """The weights of one layer (no `layers` axis) on their grids.
 
-    hessians: by site, for every site with a weight to be rounded. name: of the layer, for messages.
+    seen: for every site with a weight to be rounded. name: of the layer, for messages.
     """
-    for site, names in READERS.items():
-        if site not in hessians:
-            continue
-        hessian = hessians[site]
-        if not np.isfinite(np.asarray(jnp.diagonal(hessian))).all():
-            raise InputError(f"GPTQ: the input of {site} in {name} is not finite")
+    for site, here in seen.items():
+        names = READERS[site]
         linears = {n: getattr(layer, n) for n in names}
         weights = tuple(linear.weight for linear in linears.values())
         weights, used = _solve(
             weights,
-            hessian,
+            here.hessian,
             tuple(grids[n] for n in names),
             settings.damping,
             settings.act_order,
@@ -213,11 +159,15 @@ def _warn(where: str, damping: float, used: float) -> None:
 def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, block: int):
     """`solve` for weights that read one input; (the rounded weights, the damping that it took)."""
     order, root, used = _factor(hessian, damping, act_order)
-    rounded = tuple(
-        _rounded(w, hessian, order, root, grid, block) if grid.on else w
-        for w, grid in zip(weights, grids, strict=True)
-    )
-    return rounded, used
+    rounded = list(weights)
+    for grid in {g: None for g in grids if g.on}:  # those on one grid are rounded side by side
+        mine = [i for i, other in enumerate(grids) if other == grid]
+        some = [weights[i] for i in mine]
+        together = _rounded(some, hessian, order, root, grid, block)
+        edges = np.cumsum([w.shape[1] for w in some])[:-1]
+        for i, part in zip(mine, jnp.split(together, edges, axis=1), strict=True):
+            rounded[i] = part
+    return tuple(rounded), used
 
 
 def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
@@ -250,15 +200,17 @@ def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
 
 
 def _rounded(
-    weight: Float[Array, "in out"],
+    weights: list[Float[Array, "in _"]],
     hessian: Float[Array, "in in"],
     order: Int[Array, " in"],
     root: Float[Array, "in in"],
     grid: Grid,
     block: int,
 ) -> Float[Array, "in out"]:
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    scale, zero = weight_scale_and_zero(wide, grid)
+    dtype = weights[0].dtype
+    each = [w.astype(jnp.promote_types(dtype, jnp.float32)) for w in weights]
+    found = [(w, *weight_scale_and_zero(w, grid)) for w in each]
+    wide, scale, zero = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *found)
     plain = nearest(wide, scale, zero, grid) * scale
     zeros = None if zero is None else zero[order]
     spread = _spread(wide[order], scale[order], zeros, root, grid, block)
@@ -266,10 +218,10 @@ def _rounded(
 
     def error(rounded):
         change = rounded - wide
-        return jnp.sum(change * jnp.matmul(hessian, change, precision=_EXACT), axis=0)
+        return jnp.sum(change * jnp.matmul(hessian, change, precision=EXACT), axis=0)
 
     # False for what is not a number, too
-    return jnp.where(error(spread) <= error(plain), spread, plain).astype(weight.dtype)
+    return jnp.where(error(spread) <= error(plain), spread, plain).astype(dtype)
 
 
 def _spread(
@@ -304,7 +256,7 @@ def _spread(
         def one_row(errors, inputs):
             j, column, row, scale, zero = inputs
             # Errors of this row and of those after it are still 0.
-            row = row - jnp.matmul(column, errors, precision=_EXACT)
+            row = row - jnp.matmul(column, errors, precision=EXACT)
             near = nearest(row, scale, zero, grid) * scale
             return errors.at[j].set((row - near) / column[j]), near
 
@@ -312,7 +264,7 @@ def _spread(
         errors, near = jax.lax.scan(
             one_row, jnp.zeros_like(rows[0]), (jnp.arange(block), here(across, 1).T, *rows)
         )
-        weight = weight - jnp.matmul(across.T, errors, precision=_EXACT)
+        weight = weight - jnp.matmul(across.T, errors, precision=EXACT)
         return weight, jax.lax.dynamic_update_slice_in_dim(rounded, near, i * block, 0)
 
     blocks = (n + more) // block

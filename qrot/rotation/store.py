@@ -62,14 +62,14 @@ def load_rotations(
     *,
     digest: str | None = None,
     weight_bits: int | None = None,
-    gptq: bool = False,
+    weight_method: str = "rtn",
 ) -> tuple[Learned, dict[str, Any]]:
     """Read what `save_rotations` wrote, and its metadata.
 
-    digest: of the model to be rotated. weight_bits: of the weights that it will have, gptq: whether
-    GPTQ rounds them; warns where the rotations were learned for others. Raises InputError where the
-    file is not qrot's, is damaged, or was fitted to another model: a rotation is worth nothing
-    elsewhere.
+    digest: of the model to be rotated. weight_bits: of the weights that it will have,
+    weight_method: what rounds them; warns where the rotations were learned for others. Raises
+    InputError where the file is not qrot's, is damaged, or was fitted to another model: a rotation
+    is worth nothing elsewhere.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such rotation file")
@@ -86,7 +86,7 @@ def load_rotations(
         check_digest(path, metadata, digest)
     trained = metadata.get("trained_weight_bits")
     if trained is not None and weight_bits is not None:
-        warn_of_weights(path, trained, weight_bits, gptq=gptq)
+        warn_of_weights(path, trained, weight_bits, weight_method)
     blocks = metadata.pop("blocks")
     sites: dict[str, dict[str, Any]] = {tree: {} for tree in ("rotations", *_BESIDE)}
     for name, tensor in tensors.items():
@@ -112,18 +112,20 @@ def check_digest(path: Path, metadata: dict[str, Any], digest: str) -> None:
 
 
 def warn_of_weights(
-    path: Path, trained: int, weight_bits: int | None = None, *, gptq: bool = False
+    path: Path, trained: int, weight_bits: int | None = None, weight_method: str = "rtn"
 ) -> None:
     """Warn where rotations learned with weights at `trained` bits meet others.
 
-    Weights at `weight_bits` are what they have to be learned for, or at 16 bits where GPTQ rounds.
+    Weights at `weight_bits` are what they have to be learned for, or at 16 bits where a method
+    rounds that makes up for its errors.
     """
-    if trained != (OFF if gptq else weight_bits):
-        used = "that GPTQ rounds" if gptq else f"at {weight_bits} bits"
+    if trained != (weight_bits if weight_method == "rtn" else OFF):
+        by = f"that {weight_method} rounds"
+        used = f"at {weight_bits} bits" if weight_method == "rtn" else by
         warnings.warn(
             f"{path} was learned with weights at {trained} bits and is used with weights {used}: "
             "rotations learned for rounded weights suit no other weights, and those learned at 16 "
-            "bits are meant for GPTQ or for weights left alone",
+            "bits are meant for gptq, quip or weights left alone",
             stacklevel=3,
         )
 

@@ -1,0 +1,70 @@
+"""How the weights of a row are rounded.
+
+A new way is a function (inputs, name of the row, parameters with rotations fused, what is left
+online, scheme) -> parameters, a line in WEIGHT_METHODS, and its name in `qrot.experiment.config`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from qrot.experiment.prepare import Inputs
+from qrot.experiment.stages import ROUND, forward_seconds, millions
+from qrot.model.params import Params
+from qrot.quantize.gptq import gptq
+from qrot.quantize.rtn import rtn
+from qrot.rotation.rotations import Rotations
+from qrot.scheme import Scheme
+
+
+def rounded(
+    inputs: Inputs, name: str, params: Params, online: Rotations | None, scheme: Scheme
+) -> tuple[Params, dict[str, Any]]:
+    """Weights on their grids by the run's method, and what a row tells of it."""
+    if not scheme.rounds_weights:
+        return params, {}
+    method, began = inputs.config.weight_method, time.perf_counter()
+    params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
+    jax.block_until_ready(params)
+    facts = {"weight_method": method, "weight_seconds": time.perf_counter() - began}
+    return params, {} if method == "rtn" else facts
+
+
+def _rtn(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    with inputs.stages.stage(f"{name}: rounding weights", seconds=ROUND * millions(inputs.model)):
+        return jax.block_until_ready(rtn(params, scheme))
+
+
+def _gptq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: GPTQ", gptq, params, online, scheme, inputs.config.gptq)
+
+
+def _by_layer(
+    inputs: Inputs, stage: str, method: Callable, params: Params, online, scheme: Scheme, settings
+) -> Params:
+    """A method that goes through the layers with the calibration windows."""
+    rows, config = inputs.calibration_rows, inputs.model.config
+    seconds = 3 * forward_seconds(inputs.model, rows.size)
+    with inputs.stages.stage(stage, config.num_hidden_layers, seconds=seconds) as advance:
+        return jax.block_until_ready(
+            method(
+                params,
+                scheme,
+                config,
+                rows,
+                rotations=online,
+                settings=settings,
+                batch=inputs.config.batch,
+                advance=advance,
+            )
+        )
+
+
+WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] = {
+    "rtn": _rtn,
+    "gptq": _gptq,
+}
