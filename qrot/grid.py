@@ -7,13 +7,13 @@ of the extremes of x, and a rotation that is to shrink those extremes must feel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from qrot.errors import InputError
 
@@ -37,6 +37,9 @@ class Grid:
       activations token, keys and values head).
     clip: factor on the extremes, below 1 to spend the levels on the bulk; `mse` (weights only)
       searches for each scale the factor of least squared error.
+    threshold: (activations only) channels with a value above it, in any of the tokens that are
+      there, are left alone, and do not count for the scales: LLM.int8() (Dettmers et al., 2022,
+      arXiv 2208.07339) with 6.0; 0 for none.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -46,6 +49,7 @@ class Grid:
     granularity: Literal["tensor", "token", "channel", "head", "group"] | None = None
     group: int | None = None
     clip: float | Literal["mse"] = 1.0
+    threshold: float = 0.0
 
     def __post_init__(self):
         if not 2 <= self.bits <= OFF:
@@ -56,6 +60,8 @@ class Grid:
             raise InputError(f"group: {self.group} is not positive")
         if self.clip != "mse" and not 0 < self.clip <= 1:
             raise InputError(f"clip: {self.clip} is outside 0 to 1")
+        if self.threshold < 0:
+            raise InputError(f"threshold: {self.threshold} is negative (0 is none)")
 
     @property
     def on(self) -> bool:
@@ -94,6 +100,13 @@ def fake_quantise(
     """
     if not grid.on:
         return x
+    if grid.threshold:
+        large = outliers(x, grid.threshold, axis)
+        plain = replace(grid, threshold=0.0)
+        rest = fake_quantise(
+            jnp.where(large, 0, x), plain, axis=axis, clip=clip, scale_gradient=scale_gradient
+        )
+        return jnp.where(large, x, rest)
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x, grid, axis % x.ndim)
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
@@ -114,6 +127,11 @@ def expected_error(
     """
     if not grid.on:
         return jnp.zeros_like(x)
+    if grid.threshold:
+        large = outliers(x, grid.threshold, axis)
+        plain = replace(grid, threshold=0.0)
+        rest = expected_error(jnp.where(large, 0, x), plain, axis=axis, clip=clip)
+        return jnp.where(large, 0, rest)
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
     if grid.kind == "asymmetric":
@@ -125,6 +143,12 @@ def expected_error(
         low, high = grid.levels[0] * step, grid.levels[1] * step
     beyond = grouped - jnp.clip(grouped, low, high)
     return (jnp.square(step) / 12 + jnp.square(beyond)).reshape(x.shape)
+
+
+def outliers(x: Float[Array, "..."], threshold: float, axis: int = -1) -> Bool[Array, "..."]:
+    """Whether a channel has a value above the threshold in any token; all axes but `axis` are 1."""
+    others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    return (jnp.abs(x) > threshold).any(others, keepdims=True)
 
 
 def _sharing(x, grid: Grid, axis: int):

@@ -68,6 +68,8 @@ class Scheme:
                 )
             if grid.clip == "mse" and role != "weights":
                 raise InputError(f"{role}: clip 'mse' is a search over fixed numbers: weights only")
+            if grid.threshold and role != "activations":
+                raise InputError(f"{role}: a threshold keeps channels of activations: only theirs")
 
     @property
     def rounds_weights(self) -> bool:

@@ -42,13 +42,17 @@ def hadamard_transform(x: Tensor, factors: list[Tensor], *, inverse: bool = Fals
 
 
 def fake_quantise(x: Tensor, grid: dict[str, Any], clip: Tensor | None = None) -> Tensor:
-    """Round x to a grid of qrot: {bits, kind, granularity, group, clip}; 16 bits leave it alone.
+    """Round x to a grid of qrot, as its file has it; 16 bits leave it alone.
 
     x: [batch, length, n], or keys and values [batch, heads, length, head_dim].
     """
     bits, kind = grid["bits"], grid["kind"]
     if bits >= 16:
         return x
+    if grid.get("threshold"):
+        large = (x.abs() > grid["threshold"]).reshape(-1, x.shape[-1]).any(0)
+        rest = fake_quantise(torch.where(large, 0, x), {**grid, "threshold": 0}, clip)
+        return torch.where(large, x, rest)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     axes: tuple[int, ...] = (-1,)
     if grid["granularity"] == "group":

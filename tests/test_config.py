@@ -86,7 +86,7 @@ def test_what_is_written_is_read_back(file):
         ("seeds=3", "seeds: expected a list, not 3"),
         ("seeds=[0, x]", "seeds.1: expected an integer, not 'x'"),
         ("scheme.keys=4", "scheme.keys: expected a section with keys bits, kind, granularity, "
-         "group, clip, not 4"),
+         "group, clip, threshold, not 4"),
         ("scheme.overrides=[{weights: 8}]", "scheme.overrides.0.match: this key is needed"),
         ("model=null", "model: expected a text, not None"),
         # Out of range: with the way to it, whichever dataclass complains.
@@ -94,6 +94,10 @@ def test_what_is_written_is_read_back(file):
         ("scheme.keys.bits=17", "scheme.keys.bits: 17 is outside 2 to 16 (16 leaves it alone)"),
         ("scheme.activations.clip=mse", "scheme.activations: clip 'mse' is a search over fixed "
          "numbers: weights only"),
+        ("scheme.activations.threshold=-1", "scheme.activations.threshold: -1.0 is negative (0 is "
+         "none)"),
+        ("scheme.keys.threshold=6", "scheme.keys: a threshold keeps channels of activations: only "
+         "theirs"),
         ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
         ("learn.steps=0", "learn.steps: 0 is not positive"),
         ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', not 'gptw'"),

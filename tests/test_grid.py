@@ -1,5 +1,7 @@
 """What a quantised number is: levels, scales and derivatives, against independent arithmetic."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,32 @@ def test_granularity(kind, granularity, shape, axis, split, axes):
     expected, _ = by_hand(x.reshape(split), kind, 4, axes, 0.9)
     result = quantise(x, grid, axis=axis)
     np.testing.assert_allclose(result, expected.reshape(shape), rtol=1e-5, atol=1e-6)
+
+
+def test_outlier_channels_are_left_alone_above_a_threshold():
+    """LLM.int8(): with two outlier channels the error is a tenth of plain int8's, or less."""
+    x = normal(2, 16, 64)
+    x[..., 5] *= 60
+    x[0, 3, 40] = -80  # one token makes a channel an outlier for all
+    grid = Grid(8, granularity="token", threshold=6.0)
+    result, plain = quantise(x, grid), quantise(x, Grid(8, granularity="token"))
+    np.testing.assert_array_equal(result[..., [5, 40]], x[..., [5, 40]])
+    rest = np.delete(x, [5, 40], -1)
+    expected, _ = by_hand(rest, "symmetric", 8, (2,))
+    np.testing.assert_allclose(np.delete(result, [5, 40], -1), expected, rtol=1e-5, atol=1e-6)
+    assert np.square(result - x).sum() * 10 < np.square(plain - x).sum()
+    np.testing.assert_array_equal(quantise(x, replace(grid, threshold=1000.0)), plain)
+    grouped = Grid(4, "asymmetric", "group", group=32, threshold=6.0)
+    np.testing.assert_array_equal(quantise(x, grouped)[..., 5], x[..., 5])
+
+
+def test_the_derivative_of_an_outlier_is_one():
+    x = normal(3, 8)
+    x[1, 2] = 50
+    grid = Grid(4, granularity="token", threshold=6.0)
+    weights = jnp.asarray(normal(3, 8, seed=1))
+    found = jax.grad(lambda x: (fake_quantise(x, grid) * weights).sum())(jnp.asarray(x))
+    np.testing.assert_array_equal(found[:, 2], weights[:, 2])
 
 
 def test_off_leaves_everything_alone():

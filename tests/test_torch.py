@@ -62,6 +62,17 @@ def test_rounding_to_a_grid(granularity, kind, dtype):
         np.testing.assert_array_equal(found, expected)
 
 
+def test_outlier_channels():
+    scheme = Scheme(activations=Grid(8, granularity="token", threshold=2.0))
+    x = random(2, 5, 24)
+    grid = grids_by_layer(scheme, 1)[0][2]["qkv"]
+    found = qt.fake_quantise(torch.tensor(x), grid).numpy()
+    np.testing.assert_array_equal(found, in_jax(jnp.asarray(x), scheme.activations))
+    large = (np.abs(x) > 2).any((0, 1))
+    assert 0 < large.sum() < 24
+    np.testing.assert_array_equal(found[..., large], x[..., large])
+
+
 @pytest.mark.parametrize("granularity", ["head", "token"])
 def test_rounding_the_cache(granularity):
     scheme = Scheme(keys=Grid(4, "asymmetric", granularity))

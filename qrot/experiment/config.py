@@ -21,6 +21,7 @@ from qrot.grid import OFF
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.slicegpt import SliceGpt
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 
@@ -30,6 +31,7 @@ Method = Literal[
     "random_orthogonal",
     "random_hadamard",
     "random_hadamard_shift",
+    "slicegpt",
     "learned",
     "saved",
 ]
@@ -85,6 +87,7 @@ class RunConfig:
     weight_method: WeightMethod = "rtn"
     calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
+    slicegpt: SliceGpt = field(default_factory=SliceGpt)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,18 @@ from qrot.experiment.weights import rounded
 from qrot.model.forward import forward
 from qrot.model.fuse import fuse
 from qrot.model.params import Params
+from qrot.quantize.slicegpt import cut
 from qrot.rotation.rotations import Learned
 from qrot.scheme import Scheme
 
 
-def judge(inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme) -> dict[str, Any]:
+def judge(
+    inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme, *, kept: int | None = None
+) -> dict[str, Any]:
     """Fuse, round and evaluate: nats a token and perplexity, on the other text, too, if there is
     one; and how the weights were rounded.
+
+    kept: directions of the residual stream that are not cut off; None for all of them.
     """
     config, model, stages = inputs.config, inputs.model, inputs.stages
     params, online, shifts, clips = model.params, None, None, None
@@ -34,6 +40,10 @@ def judge(inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme) ->
                 params, learned.rotations, model.config, learned.shifts, learned.scales
             )
             jax.block_until_ready(params)
+    if kept is not None:
+        params, smaller = cut(params, model.config, kept)
+        model = model.replace(config=smaller)
+        inputs = replace(inputs, model=model)
     params, facts = rounded(inputs, name, params, online, scheme)
     logits = partial(
         judged_logits,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 import qrot
 from qrot.experiment.config import resolved
@@ -22,8 +23,9 @@ from qrot.experiment.prepare import Inputs
 from qrot.experiment.results import BESIDE
 from qrot.experiment.stages import forward_seconds
 from qrot.learn.loop import learn, load_history, total_steps
+from qrot.quantize.slicegpt import principal_directions
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.rotations import Learned, Rotations
 from qrot.rotation.store import load_rotations, save_rotations, warn_of_weights
 from qrot.scheme import grids_by_layer
 
@@ -41,6 +43,20 @@ def _random(kind: Literal["orthogonal", "hadamard"], shift: bool = False):
         return Learned(rotations, inputs.shifts if shift else None), {}
 
     return method
+
+
+def _slicegpt(inputs: Inputs, name: str, seed: int) -> Prepared:
+    """The principal directions; `judge` cuts those off that are not kept."""
+    model, rows = inputs.model, inputs.calibration_rows
+    config = model.config
+    seconds = 2 * forward_seconds(model, rows.size)
+    stage = inputs.stages.stage(f"{name}: directions", config.num_hidden_layers, seconds=seconds)
+    with stage as advance:
+        turn = principal_directions(
+            model.params, config, rows, batch=inputs.config.batch, advance=advance
+        )
+    kept = inputs.config.slicegpt.kept(config.hidden_size)
+    return Learned(Rotations(residual=jnp.asarray(turn, jnp.float32))), {"hidden_kept": kept}
 
 
 def _learned(inputs: Inputs, name: str, seed: int) -> Prepared:
@@ -143,6 +159,7 @@ METHODS: dict[str, Callable[[Inputs, str, int], Prepared]] = {
     "random_orthogonal": _random("orthogonal"),
     "random_hadamard": _random("hadamard"),
     "random_hadamard_shift": _random("hadamard", shift=True),
+    "slicegpt": _slicegpt,
     "learned": _learned,
     "saved": _saved,
 }

@@ -29,6 +29,8 @@ from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Rotations, Shifts
 from qrot.rotation.store import load_rotations
 
+CALIBRATED = {"slicegpt"}  # methods that go through the calibration windows
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -86,12 +88,13 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
     """The tokens to calibrate on; none where no method does."""
     learns = {"learned", "random_hadamard_shift"} & set(config.methods)
-    if not learns and not config.calibrates:
+    calibrates = config.calibrates or bool(CALIBRATED & set(config.methods))
+    if not learns and not calibrates:
         return np.zeros(0, np.int32)
     tokens = encode(model.tokenizer, texts.calibration)
     if learns:
         cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
-    if config.calibrates:
+    if calibrates:
         with located("calibration.windows"):  # says now that the text is too short
             spread_windows(tokens, config.calibration.length, config.calibration.windows)
     return tokens

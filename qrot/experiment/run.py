@@ -120,7 +120,7 @@ def _row(inputs: Inputs, method: str, seed: int | None) -> dict[str, Any]:
     name = method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
     scheme = Scheme() if method == "full_precision" else config.scheme
     learned, facts = METHODS[method](inputs, name, seed or 0)
-    judged = judge(inputs, name, learned, scheme)
+    judged = judge(inputs, name, learned, scheme, kept=facts.get("hidden_kept"))
     return {
         "method": method,
         "seed": seed,

@@ -48,11 +48,7 @@ def check_scheme(scheme: Scheme) -> None:
     weights, activations = scheme.weights, scheme.activations
     if activations.on and activations.kind == "asymmetric":
         fault = "vLLM has no kernel for activations on an asymmetric grid"
-    elif activations.on and (activations.kind, activations.granularity, activations.clip) != (
-        "symmetric_half",
-        "token",
-        1.0,
-    ):
+    elif activations.on and activations != Grid(activations.bits, "symmetric_half", "token"):
         fault = "activations must be on a symmetric_half grid by token with clip 1"
     elif weights.kind == "asymmetric" or weights.granularity == "tensor":
         fault = "weights must be symmetric, by channel or group"
