@@ -27,7 +27,13 @@ def _commands() -> None:
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/demo.yaml.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A YAML file, such as configs/demo.yaml, or a method as published: quarot, "
+            "spinquant_had, spinquant_no_had, llm_int8."
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learn.steps=5."),
@@ -41,14 +47,17 @@ def run(
 
     from rich.console import Console
 
-    from qrot.experiment.config import read_config
+    from qrot.experiment.config import PRESETS, applied, find_config, read_config
     from qrot.experiment.results import notes, table, title
     from qrot.experiment.run import run as run_config
 
     # Orbax logs the traceback of what it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     console = Console()
-    settings = read_config(config, overrides or [])
+    file = find_config(config)
+    settings = read_config(file, overrides or [])
+    if file.parent == PRESETS:
+        console.print(f"{config}, with these settings:", applied(settings), sep="\n", markup=False)
     try:
         results = run_config(settings, console)
     except KeyboardInterrupt:

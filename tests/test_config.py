@@ -4,9 +4,19 @@ import pytest
 import yaml
 
 from qrot.errors import InputError
-from qrot.experiment.config import RunConfig, first_difference, read_config, resolved, to_yaml
+from qrot.experiment.config import (
+    PRESETS,
+    RunConfig,
+    applied,
+    find_config,
+    first_difference,
+    read_config,
+    resolved,
+    to_yaml,
+)
 from qrot.experiment.config import validate as validated
 from qrot.grid import Grid
+from qrot.rotation.random import RotationSites
 from qrot.scheme import Override, Scheme
 
 
@@ -137,6 +147,42 @@ def test_files_that_are_no_configs(tmp_path, content):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"absent\.yaml: cannot be read"):
         read_config(tmp_path / "absent.yaml")
+
+
+PUBLISHED = ("llm_int8", "quarot", "spinquant_had", "spinquant_no_had")
+
+
+def test_presets_are_the_published_settings():
+    configs = {name: read_config(find_config(name)) for name in PUBLISHED}
+    assert {path.stem for path in PRESETS.glob("*.yaml")} == set(PUBLISHED)
+    int8, quarot, had, no_had = configs.values()
+    assert quarot.scheme.activations == Grid(4, "symmetric", "token", clip=0.9)
+    assert quarot.scheme.keys == quarot.scheme.values == Grid(4, "asymmetric", "head", clip=0.95)
+    assert quarot.calibrates
+    assert had.scheme.name == "W4A4KV4"
+    assert had.trained_weight_bits == no_had.trained_weight_bits == 16
+    assert (had.learn.optimiser, had.learn.learning_rate) == ("cayley_sgd", 1.5)
+    assert had.rotations == RotationSites()
+    assert no_had.rotations == RotationSites(key=False, down=False)
+    assert int8.scheme.activations.threshold == 6.0
+    for name, config in configs.items():
+        assert config.out == f"runs/{name}"
+        assert all(vars(config.scheme)[role].on for role in ("weights", "activations"))
+
+
+def test_settings_that_do_not_count_are_not_shown():
+    shown = yaml.safe_load(applied(read_config(find_config("quarot"))))
+    assert shown["gptq"] == {"damping": 0.01, "act_order": False}
+    assert shown["scheme"]["activations"]["clip"] == 0.9
+    assert not {"learn", "slicegpt"} & shown.keys()
+    assert "learn" in yaml.safe_load(applied(read_config(find_config("spinquant_had"))))
+
+
+def test_what_is_neither_file_nor_preset():
+    with pytest.raises(InputError, match="quarott: no such file and no such preset; did you mean"):
+        find_config("quarott")
+    with pytest.raises(InputError, match="presets: llm_int8, quarot, "):
+        find_config("zzz")
 
 
 def test_first_difference_is_a_dotted_key(file):

@@ -9,7 +9,7 @@ import pytest
 from models import VARIANTS
 
 from qrot.grid import Grid
-from qrot.model.forward import forward, forward_with_taps
+from qrot.model.forward import forward, forward_with_taps, rms_norm
 from qrot.rotation.random import random_rotations
 from qrot.scheme import Override, Scheme
 
@@ -166,3 +166,15 @@ def test_each_grid_sits_at_its_site(variant, match, role, changed):
     if relative(seen["qkv"][2], plain["qkv"][2]) > 1e-6:
         after.add("next")
     assert after == changed
+
+
+def test_a_norm_without_scale_commutes_with_a_rotation():
+    draw = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x, one = jnp.asarray(draw.standard_normal((50, 96))), jnp.ones(96)
+        turn = jnp.asarray(np.linalg.qr(draw.standard_normal((96, 96)))[0])
+        first, last = rms_norm(x, one, 1e-5) @ turn, rms_norm(x @ turn, one, 1e-5)
+        np.testing.assert_allclose(first, last, atol=1e-14)
+        uneven = jnp.linspace(0.5, 2, 96)  # what makes folding the scales necessary
+        first, last = rms_norm(x, uneven, 1e-5) @ turn, rms_norm(x @ turn, uneven, 1e-5)
+        assert jnp.abs(first - last).max() > 0.1

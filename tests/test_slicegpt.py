@@ -1,5 +1,7 @@
 """SliceGPT: the rotation changes nothing, and what is cut is what nobody writes to."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np

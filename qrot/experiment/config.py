@@ -44,6 +44,7 @@ METHODS = (
     "learned",
 )
 WeightMethod = Literal["rtn", "gptq"]
+PRESETS = Path(__file__).parent / "presets"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -115,6 +116,31 @@ class RunConfig:
         if self.learn.weight_bits is not None:
             return self.learn.weight_bits
         return OFF if self.calibrates else self.scheme.weights.bits
+
+
+def find_config(name: str) -> Path:
+    """The file of that name, or the preset: a method as published, of those in `PRESETS`.
+
+    Raises InputError where it is neither.
+    """
+    path, preset = Path(name), PRESETS / f"{name}.yaml"
+    if path.is_file() or path.suffix:
+        return path
+    if preset.is_file():
+        return preset
+    known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    hint = f"did you mean '{near[0]}'?" if near else f"presets: {', '.join(known)}"
+    raise InputError(f"{name}: no such file and no such preset; {hint}")
+
+
+def applied(config: RunConfig) -> str:
+    """The settings that count in a run, as YAML: without the sections of methods it has not."""
+    settings = resolved(config)
+    used = {*config.methods, config.weight_method, "learn" if "learned" in config.methods else ""}
+    sections = {"learn", *get_args(Method), *get_args(WeightMethod)}
+    kept = {key: value for key, value in settings.items() if key not in sections - used}
+    return yaml.safe_dump(kept, sort_keys=False, default_flow_style=None)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
