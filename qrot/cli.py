@@ -70,6 +70,42 @@ def run(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="A key of the config that sets rows apart, such as scheme.keys.bits."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The row to compare with (its first words will do).")
+    ] = None,
+    kind: Annotated[str, typer.Option("--format", help="terminal, markdown or csv.")] = "terminal",
+) -> None:
+    """Set runs side by side: spread over seeds, differences, and which of them are real.
+
+    Rows that differ in nothing but the seed are taken together. Runs that were measured by
+    different protocols are refused.
+    """
+    from rich.console import Console
+
+    from qrot.experiment import compare as module
+    from qrot.experiment.results import title
+
+    formats = {"terminal": module.terminal, "markdown": module.markdown, "csv": module.as_csv}
+    if kind not in formats:
+        raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
+    found = module.read_runs(runs)
+    groups = module.grouped(found, by or [])
+    table = formats[kind](module.lines(groups, module.chosen(groups, against)))
+    if kind == "terminal":
+        everything = [row for run in found for row in run.results["rows"]]
+        head = title({**found[0].results, "rows": everything})
+        Console().print(head, table, module.NOTE, sep="\n", highlight=False)
+    else:
+        print(table, end="")
+
+
+@app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="A run folder, or a rotations.safetensors.")],
     out: Annotated[Path, typer.Option(help="The folder to write; not there yet.")],

@@ -136,6 +136,8 @@ def _saved(inputs: Inputs, name: str, seed: int) -> Prepared:
         weight_method=config.weight_method if config.calibrates else "rtn",
     )
     known = {key: metadata[key] for key in ("objective", "trained_weight_bits") if key in metadata}
+    if "seed" in metadata:
+        known["rotation_seed"] = metadata["seed"]
     return learned, {"rotations": str(path), **known}
 
 
