@@ -23,7 +23,9 @@ from qrot.learn.settings import Learn
 from qrot.learn.start import starting_point
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms
-from qrot.model.params import Model
+from qrot.model.params import Layers, Model
+from qrot.quantize.gptq import Gptq, round_layer
+from qrot.quantize.layer_by_layer import Seen, layer_by_layer, weight_grids
 from qrot.rotation.random import RotationSites
 from qrot.rotation.rotations import Rotations
 from qrot.scheme import Scheme
@@ -134,5 +136,60 @@ def learn_table(result: dict[str, Any]) -> Table:
     table.add_row("step, measured whole", f"{step:.3f}", f"{tokens / step:,.0f} tokens/s")
     ratio = f"step = {step / result['plain']:.2f} x"
     table.add_row("plain forward pass", f"{result['plain']:.3f}", ratio)
+    table.add_row("peak memory", f"{result['peak_memory'] / 2**30:.2f} GiB", "")
+    return table
+
+
+def bench_gptq(
+    model: Model, *, bits: int, windows: int, length: int, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Cost of rounding the weights by GPTQ, in seconds: how much is capture, how much solving.
+
+    capture: the windows' way through a layer, twice, and the Hessians on the way. The first layer
+    is apart, since it compiles; the others are medians.
+    """
+    model, marks = fold_norms(model), []
+    config, scheme = model.config, Scheme(Grid(bits, clip="mse"))
+    grids = weight_grids(scheme, config.num_hidden_layers)
+    shape = (windows, length)
+    rows = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
+
+    def change(i: int, layer: Layers, seen: dict[str, Seen]) -> Layers:
+        jax.block_until_ready(seen)
+        marks.append(time.perf_counter())
+        layer = round_layer(layer, seen, grids[i], Gptq(), f"layer {i}")
+        jax.block_until_ready(layer)
+        marks.append(time.perf_counter())
+        return layer
+
+    began = time.perf_counter()
+    layer_by_layer(model.params, config, rows, change, advance=advance)
+    spans = np.diff([began, *marks]).reshape(-1, 2)  # capture and solving of each layer
+    capture, solve = np.median(spans[1:], axis=0)
+    return {
+        "scheme": scheme.name,
+        "windows": windows,
+        "length": length,
+        "layers": config.num_hidden_layers,
+        "first": float(spans[0].sum()),
+        "parts": {"capture": float(capture), "solve": float(solve)},
+        "whole": marks[-1] - began,
+        "peak_memory": peak_memory(),
+    }
+
+
+def gptq_table(result: dict[str, Any]) -> Table:
+    """The benchmark as a table."""
+    windows, length = result["windows"], result["length"]
+    layer = sum(result["parts"].values())
+    table = Table(title=f"GPTQ, {result['scheme']}, {windows} windows of {length} tokens")
+    table.add_column("part")
+    table.add_column("seconds", justify="right")
+    table.add_column("of a layer", justify="right")
+    for name, seconds in result["parts"].items():
+        table.add_row(f"{name}, a layer", f"{seconds:.2f}", f"{seconds / layer:.0%}")
+    table.add_section()
+    table.add_row("first layer, with compilation", f"{result['first']:.1f}", "")
+    table.add_row(f"all {result['layers']} layers", f"{result['whole']:.0f}", "")
     table.add_row("peak memory", f"{result['peak_memory'] / 2**30:.2f} GiB", "")
     return table

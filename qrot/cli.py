@@ -235,6 +235,29 @@ def bench_learn(
     console.print(bench.learn_table(result))
 
 
+@bench_app.command("gptq")
+def bench_gptq(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    bits: Annotated[int, typer.Option(help="Bits of the weights.")] = 4,
+    windows: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+) -> None:
+    """Seconds of GPTQ for a whole model: the capture of what weights read, and the solving."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages, forward_seconds
+    from qrot.model.load import load
+
+    console, loaded = Console(), load(model)
+    layers, seconds = loaded.config.num_hidden_layers, forward_seconds(loaded, windows * length)
+    with Stages(console) as stages, stages.stage("GPTQ", layers, seconds=3 * seconds) as advance:
+        result = bench.bench_gptq(
+            loaded, bits=bits, windows=windows, length=length, advance=advance
+        )
+    console.print(bench.gptq_table(result))
+
+
 _SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png")
 
 

@@ -4,7 +4,14 @@ import pytest
 from models import write_variant
 from rich.console import Console
 
-from qrot.bench import LEARN_FUNCTIONS, bench_learn, in_turn, learn_table
+from qrot.bench import (
+    LEARN_FUNCTIONS,
+    bench_gptq,
+    bench_learn,
+    gptq_table,
+    in_turn,
+    learn_table,
+)
 from qrot.model.load import load
 
 
@@ -37,3 +44,17 @@ def test_a_learning_step_is_measured_part_by_part(tmp_path, weight_bits):
     printed = io.StringIO()
     Console(file=printed, width=80).print(learn_table(result))
     assert "plain forward pass" in printed.getvalue()
+
+
+def test_gptq_is_measured_in_capture_and_solving(tmp_path):
+    write_variant(tmp_path, "llama-tied")
+    ticks = []
+    result = bench_gptq(
+        load(str(tmp_path)), bits=4, windows=3, length=16, advance=lambda: ticks.append(1)
+    )
+    assert len(ticks) == result["layers"] == 3
+    assert min(*result["parts"].values(), result["first"]) > 0
+    assert sum(result["parts"].values()) + result["first"] < result["whole"]
+    printed = io.StringIO()
+    Console(file=printed, width=80).print(gptq_table(result))
+    assert "capture, a layer" in printed.getvalue()
