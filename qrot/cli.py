@@ -106,6 +106,49 @@ def compare(
 
 
 @app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    rotations: Annotated[
+        Path | None,
+        typer.Option(help="A rotation file; a random Hadamard rotation without one."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to run; Python's reference manual without one.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of the text.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    bits: Annotated[int, typer.Option(help="Bits of activations, keys and values.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for all the figures.")] = None,
+) -> None:
+    """Show where a model's outliers are, what a rotation does to them, and what rounding costs."""
+    import json
+
+    from rich.console import Console
+
+    from qrot.experiment.inspect import STEPS, tables
+    from qrot.experiment.inspect import inspect as measure
+    from qrot.experiment.prepare import inspected
+    from qrot.experiment.results import write_text
+    from qrot.experiment.stages import Stages
+    from qrot.grid import Grid
+    from qrot.scheme import Scheme
+
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"--out: {out.parent} is no folder")
+    grid = Grid(bits, "asymmetric")
+    scheme, console = Scheme(activations=grid, keys=grid, values=grid), Console()
+    with Stages(console) as stages:
+        loaded, rows, learned = inspected(model, rotations, text, windows, length, stages)
+        with stages.stage("measuring", STEPS, seconds=60.0) as advance:
+            found = measure(loaded, rows, learned, scheme, advance=advance)
+    for table in tables(found, scheme):
+        console.print(table, highlight=False)
+    if out is not None:
+        write_text(out, json.dumps(found, indent=1) + "\n")
+        console.print(str(out), highlight=False)
+
+
+@app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="A run folder, or a rotations.safetensors.")],
     out: Annotated[Path, typer.Option(help="The folder to write; not there yet.")],

@@ -54,8 +54,8 @@ def read_texts(data: Data) -> Texts:
         calibration, evaluation = _wikitext2(data)
     else:
         folder = Path(data.path or ".")
-        calibration = _read(folder / data.calibration)
-        evaluation = _read(folder / data.evaluation)
+        calibration = read_text(folder / data.calibration)
+        evaluation = read_text(folder / data.evaluation)
     if calibration == evaluation:
         raise InputError("data: the text that calibrates is the one that judges")
     name = f"{data.source}, {data.join}" if data.source == "wikitext2" else data.source
@@ -85,7 +85,7 @@ def _wikitext2(data: Data) -> tuple[str, str]:
     else:
         folder = Path(data.path)
         train = next((p for p in sorted(folder.glob("wiki.train*.raw"))), folder / "wiki.train.raw")
-        raw = [_read(train), _read(folder / "wiki.test.raw")]
+        raw = [read_text(train), read_text(folder / "wiki.test.raw")]
         if data.join == "raw":
             return raw[0], raw[1]
         rows = [
@@ -111,7 +111,8 @@ def _hub_rows(split: str) -> list[str]:
         raise InputError(f"WikiText-2 could not be fetched from the hub: {reason}") from error
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A text file; raises InputError where it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

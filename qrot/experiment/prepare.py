@@ -15,7 +15,7 @@ from jaxtyping import Int
 from qrot.errors import located
 from qrot.evaluate.perplexity import Windows, cut_windows, spread_windows
 from qrot.experiment.config import RunConfig
-from qrot.experiment.data import Texts, read_texts
+from qrot.experiment.data import Data, Texts, read_text, read_texts
 from qrot.experiment.stages import Stages
 from qrot.learn.capture import mean_shifts
 from qrot.learn.start import check_start
@@ -26,7 +26,7 @@ from qrot.model.params import Model
 from qrot.model.tokenizer import encode
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Rotations, Shifts
+from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 
 CALIBRATED = {"slicegpt"}  # methods that go through the calibration windows
@@ -83,6 +83,26 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
     return Inputs(
         config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
     )
+
+
+def inspected(
+    name: str, rotations: Path | None, text: Path | None, windows: int, length: int, stages: Stages
+) -> tuple[Model, Int[np.ndarray, "windows length"], Learned]:
+    """What `inspect` looks at: the folded model, windows of a text, and rotations.
+
+    rotations: a file; a random Hadamard rotation if None. text: a file; Python's manual if None.
+    """
+    with stages.stage(f"loading {name}", seconds=7.0):
+        model = fold_norms(load(name))
+        jax.block_until_ready(model.params)
+    if text is None:
+        words = read_texts(Data()).evaluation
+    else:
+        words = read_text(text)
+    rows = cut_windows(encode(model.tokenizer, words), Windows(length, windows))
+    if rotations is not None:
+        return model, rows, load_rotations(rotations, digest=model.digest)[0]
+    return model, rows, Learned(random_rotations(model.config, 0))
 
 
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:

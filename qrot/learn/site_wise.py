@@ -35,13 +35,21 @@ def fisher(
     Rounding errors of different values count as independent. Since KL(p || q) has the Fisher
     information as its second derivative, this estimates `kl` without running the network again.
     """
+    return _over_sites(expected_cost, learned, captured, config, scheme)
 
-    def site_loss(x, g, weight, grid: Grid, site: Site, clip) -> Float[Array, ""]:
-        wrong = expected_error(site.go(x), grid, clip=clip)
-        felt = (wrong * jnp.square(site.dual(g))).reshape(len(x), -1).sum(-1)
-        return weight @ felt / 2
 
-    return _over_sites(site_loss, learned, captured, config, scheme)
+def expected_cost(
+    x: Float[Array, "tokens ..."],
+    g: Float[Array, "tokens ..."],
+    weight: Float[Array, " tokens"],
+    grid: Grid,
+    site: Site,
+    clip: Float[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    """`fisher` for one site of one layer. weight: the share of all tokens that each stands for."""
+    wrong = expected_error(site.go(x), grid, clip=clip)
+    felt = (wrong * jnp.square(site.dual(g))).reshape(len(x), -1).sum(-1)
+    return weight @ felt / 2
 
 
 def whip(
@@ -159,7 +167,7 @@ def _over_sites(site_loss: Callable, learned: Learned, captured: Captured, confi
                 x = x if mu is None else x - mu
                 g = None if view.gradients is None else view.gradients[name]
                 clip = getattr(view.clips, name)
-                total = total + site_loss(x, g, captured.weight, grid, site, clip)
+                total = total + site_loss(x, g, jnp.asarray(captured.weight), grid, site, clip)
         return total
 
     return _over_layers(one_layer, learned, None, captured, config, scheme)
