@@ -19,8 +19,10 @@ from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
 from qrot.grid import OFF
 from qrot.learn.settings import Learn
+from qrot.quantize.awq import Awq
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 
@@ -32,6 +34,8 @@ Method = Literal[
     "random_hadamard_shift",
     "learned",
     "saved",
+    "smoothquant",
+    "equalised",
 ]
 METHODS = (
     "full_precision",
@@ -41,7 +45,7 @@ METHODS = (
     "random_hadamard_shift",
     "learned",
 )
-WeightMethod = Literal["rtn", "gptq"]
+WeightMethod = Literal["rtn", "gptq", "awq"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -85,6 +89,8 @@ class RunConfig:
     weight_method: WeightMethod = "rtn"
     calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
+    awq: Awq = field(default_factory=Awq)
+    smoothquant: SmoothQuant = field(default_factory=SmoothQuant)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from qrot.errors import located
 from qrot.evaluate.perplexity import Windows, cut_windows, spread_windows
+from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Texts, read_texts
 from qrot.experiment.stages import Stages
@@ -60,6 +61,7 @@ class Inputs:
 
 def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
     """Load, cut, and find out what does not fit, before anything is written."""
+    warn_of_combination(config)
     texts = read_texts(config.data)
     other = None if config.other is None else read_texts(config.other)
     with stages.stage(f"loading {config.model}", seconds=7.0):
@@ -75,8 +77,10 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
             other_rows = cut_windows(other_tokens, windows, bos_token_id=bos)
         calibration = _calibration(model, texts, config)
         _check_fit(config, model, rows)
+        saved = None
         if config.saved is not None:
-            load_rotations(Path(config.saved), digest=model.digest)
+            saved, _ = load_rotations(Path(config.saved), digest=model.digest)
+        refuse_combination(config, saved)
     other_text = None if other is None else other.name
     return Inputs(
         config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
@@ -86,12 +90,13 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
     """The tokens to calibrate on; none where no method does."""
     learns = {"learned", "random_hadamard_shift"} & set(config.methods)
-    if not learns and not config.calibrates:
+    walks = config.calibrates or "smoothquant" in config.methods
+    if not learns and not walks:
         return np.zeros(0, np.int32)
     tokens = encode(model.tokenizer, texts.calibration)
     if learns:
         cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
-    if config.calibrates:
+    if walks:
         with located("calibration.windows"):  # says now that the text is too short
             spread_windows(tokens, config.calibration.length, config.calibration.windows)
     return tokens
