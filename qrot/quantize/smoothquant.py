@@ -138,17 +138,14 @@ def best_alpha(
         grids = layer_scheme(scheme, i)
         by_name = dict(grids.weights)
         for site in SITES:
-            total += np.asarray(
-                relative_errors(
-                    inputs[site][i],
-                    readers(params, i, site),
-                    largest[i][site],
-                    jnp.asarray(ALPHAS),
-                    getattr(grids, site),
-                    tuple(by_name[name] for name in READERS[site]),
-                ),
-                np.float64,
+            grid, weight_grids = getattr(grids, site), tuple(by_name[n] for n in READERS[site])
+            if not any(g.on for g in (grid, *weight_grids)):
+                continue
+            weights, alphas = readers(params, i, site), jnp.asarray(ALPHAS)
+            found = relative_errors(
+                inputs[site][i], weights, largest[i][site], alphas, grid, weight_grids
             )
+            total += np.asarray(found, np.float64)
     return ALPHAS[int(total.argmin())]
 
 
