@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import models
 import pytest
 import yaml
@@ -19,16 +20,18 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment import results
 from qrot.experiment import run as module
+from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
+from qrot.quantize.awq import Awq
 from qrot.quantize.layer_by_layer import Calibration
 from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 from qrot.scheme import Scheme
 
@@ -201,10 +204,10 @@ def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
 
 
 def test_scales_without_rotations(config):
-    methods = ("full_precision", "no_rotation", "smoothquant", "equalised")
+    methods = ("no_rotation", "smoothquant", "equalised")
     config = replace(config, methods=methods, calibration=CALIBRATION)
-    full, plain, smooth, equal = run(config, quiet())["rows"]
-    assert len({row["nll"] for row in (full, plain, smooth, equal)}) == 4
+    plain, smooth, equal = run(config, quiet())["rows"]
+    assert len({row["nll"] for row in (plain, smooth, equal)}) == 3
     assert smooth["alpha"] == 0.5
     assert [row["seed"] for row in (smooth, equal)] == [None, None]
     for row in (smooth, equal):  # the file holds what was judged
@@ -241,18 +244,22 @@ def test_awq_rounds_the_weights_of_every_row(config):
 def test_awq_warns_of_rotations_and_refuses_shifts(config):
     config = replace(config, weight_method="awq", calibration=CALIBRATION, seeds=(0,))
     sentence = "weight_method: awq .* random_hadamard makes all channels alike"
+    quick = {"scheme": Scheme(Grid(3)), "awq": Awq(clip=False, steps=2)}
     with pytest.warns(UserWarning, match=sentence):
-        (row,) = run(replace(config, methods=("random_hadamard",)), quiet())["rows"]
+        (row,) = run(replace(config, methods=("random_hadamard",), **quick), quiet())["rows"]
     assert row["weight_method"] == "awq"
     shifted = replace(config, methods=("random_hadamard_shift",), out=config.out + "-shifted")
-    with (
-        pytest.warns(UserWarning, match="fight the rotation"),
-        pytest.raises(InputError, match="awq scales the activations that the shifts of random_had"),
-    ):
+    with pytest.raises(InputError, match="awq scales the activations that the shifts of random_ha"):
         run(shifted, quiet())
     assert not Path(shifted.out).exists()
-    w16 = replace(config, scheme=Scheme(), methods=("random_hadamard",), out=config.out + "-w16")
-    run(w16, quiet())  # no weight is rounded: nothing to warn of
+    w16 = replace(config, scheme=Scheme(), methods=("random_hadamard",))
+    warn_of_combination(w16, None)  # no weight is rounded: nothing to warn of
+    saved = replace(config, methods=("saved",), saved="x")
+    warn_of_combination(saved, Learned(Rotations()))  # scales alone
+    with pytest.warns(UserWarning, match="saved makes all channels alike"):
+        warn_of_combination(saved, Learned(Rotations(down=jnp.eye(4))))
+    with pytest.raises(InputError, match="the shifts of saved"):
+        refuse_combination(saved, Learned(Rotations(), Shifts()))
 
 
 def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):

@@ -26,7 +26,7 @@ from qrot.scheme import READERS, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS = np.random.default_rng(7).integers(0, 97, (3, 16), np.int32)
-FEW = ("llama-biases", "mistral-window", "qwen3-biases")
+FEW = ("llama-biases", "qwen3-biases")
 N = 12
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import jax
+
 from qrot.errors import InputError
 from qrot.experiment.config import RunConfig
 from qrot.grid import OFF
@@ -12,9 +14,14 @@ from qrot.rotation.rotations import Learned
 ROTATING = ("random_orthogonal", "random_hadamard", "random_hadamard_shift", "learned", "saved")
 
 
-def warn_of_combination(config: RunConfig) -> None:
-    """Warn of methods that are known to work against each other."""
+def warn_of_combination(config: RunConfig, saved: Learned | None) -> None:
+    """Warn of methods that are known to work against each other.
+
+    saved: the rotations of the method `saved`; it may be scales alone.
+    """
     rotating = [method for method in config.methods if method in ROTATING]
+    if saved is not None and not jax.tree.leaves(saved.rotations):
+        rotating.remove("saved")
     if rotating and config.calibrates and config.weight_method == "awq":
         warnings.warn(
             f"weight_method: awq looks for the channels with large activations, and {rotating[0]} "

@@ -61,7 +61,6 @@ class Inputs:
 
 def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
     """Load, cut, and find out what does not fit, before anything is written."""
-    warn_of_combination(config)
     texts = read_texts(config.data)
     other = None if config.other is None else read_texts(config.other)
     with stages.stage(f"loading {config.model}", seconds=7.0):
@@ -81,6 +80,7 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
         if config.saved is not None:
             saved, _ = load_rotations(Path(config.saved), digest=model.digest)
         refuse_combination(config, saved)
+        warn_of_combination(config, saved)
     other_text = None if other is None else other.name
     return Inputs(
         config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
