@@ -110,7 +110,12 @@ def test_what_is_written_is_read_back(file):
          "theirs"),
         ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
         ("learn.steps=0", "learn.steps: 0 is not positive"),
-        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', not 'gptw'"),
+        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', not "
+         "'gptw'"),
+        ("awq.steps=0", "awq.steps: 0 is not positive"),
+        ("smoothquant.alpha=1.5", "smoothquant.alpha: 1.5 is outside 0 to 1"),
+        ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
+         "'best'"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
         ("gptq.dampin=3", "unknown key 'gptq.dampin', did you mean 'gptq.damping'?"),
         ("methods=[]", "methods: [] is empty or names one twice"),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import models
 import pytest
 import yaml
@@ -19,14 +20,18 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment import results
 from qrot.experiment import run as module
+from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
+from qrot.quantize.awq import Awq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
+from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 from qrot.scheme import Scheme
 
@@ -198,6 +203,65 @@ def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
         run(replace(config, out=config.out + "-saved", **saved), quiet())
 
 
+def test_scales_without_rotations(config):
+    methods = ("no_rotation", "smoothquant", "equalised")
+    config = replace(config, methods=methods, calibration=CALIBRATION)
+    plain, smooth, equal = run(config, quiet())["rows"]
+    assert len({row["nll"] for row in (plain, smooth, equal)}) == 3
+    assert smooth["alpha"] == 0.5
+    assert [row["seed"] for row in (smooth, equal)] == [None, None]
+    for row in (smooth, equal):  # the file holds what was judged
+        file = Path(config.out) / f"{row['method']}.safetensors"
+        learned, metadata = load_rotations(file)
+        assert learned.rotations == Rotations()
+        assert metadata["scheme"]["weights"]["clip"] == "mse"
+        saved = {"methods": ("saved",), "saved": str(file), "out": f"{config.out}-{row['method']}"}
+        (same,) = run(replace(config, **saved), quiet())["rows"]
+        assert same["nll"] == row["nll"]
+
+
+def test_scales_do_not_change_what_is_not_rounded(config):
+    search = SmoothQuant("search")
+    methods = ("full_precision", "smoothquant", "equalised")
+    config = replace(config, scheme=Scheme(), methods=methods, smoothquant=search)
+    full, smooth, equal = run(replace(config, calibration=CALIBRATION), quiet())["rows"]
+    assert smooth["alpha"] == 0.5
+    for row in (smooth, equal):
+        assert row["nll"] == pytest.approx(full["nll"], rel=1e-5)
+
+
+def test_awq_rounds_the_weights_of_every_row(config):
+    config = replace(config, scheme=Scheme(Grid(3)), methods=CHEAP, calibration=CALIBRATION)
+    full, plain = run(replace(config, out=config.out + "-plain"), quiet())["rows"]
+    shown = io.StringIO()
+    same, row = run(replace(config, weight_method="awq"), Console(file=shown))["rows"]
+    assert "no rotation: AWQ" in shown.getvalue()
+    assert same["nll"] == full["nll"]
+    assert row["weight_method"] == "awq"
+    assert row["nll"] < plain["nll"]
+
+
+def test_awq_warns_of_rotations_and_refuses_shifts(config):
+    config = replace(config, weight_method="awq", calibration=CALIBRATION, seeds=(0,))
+    sentence = "weight_method: awq .* random_hadamard makes all channels alike"
+    quick = {"scheme": Scheme(Grid(3)), "awq": Awq(clip=False, steps=2)}
+    with pytest.warns(UserWarning, match=sentence):
+        (row,) = run(replace(config, methods=("random_hadamard",), **quick), quiet())["rows"]
+    assert row["weight_method"] == "awq"
+    shifted = replace(config, methods=("random_hadamard_shift",), out=config.out + "-shifted")
+    with pytest.raises(InputError, match="awq scales the activations that the shifts of random_ha"):
+        run(shifted, quiet())
+    assert not Path(shifted.out).exists()
+    w16 = replace(config, scheme=Scheme(), methods=("random_hadamard",))
+    warn_of_combination(w16, None)  # no weight is rounded: nothing to warn of
+    saved = replace(config, methods=("saved",), saved="x")
+    warn_of_combination(saved, Learned(Rotations()))  # scales alone
+    with pytest.warns(UserWarning, match="saved makes all channels alike"):
+        warn_of_combination(saved, Learned(Rotations(down=jnp.eye(4))))
+    with pytest.raises(InputError, match="the shifts of saved"):
+        refuse_combination(saved, Learned(Rotations(), Shifts()))
+
+
 def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):
     config = replace(config, methods=("no_rotation", "saved"), saved=str(tmp_path / "absent"))
     with pytest.raises(InputError, match="absent: no such rotation file"):
@@ -285,6 +349,10 @@ def test_a_folder_of_something_else_is_refused(config):
         ({"data": Data("files", "/absent")}, "/absent/calibration.txt: cannot be read"),
         ({"data": Data("wikitext2", "/absent")}, "/absent/wiki.train.raw: cannot be read"),
         ({"learn": Learn(length=128, held_out=3)}, "the text has 400 tokens: 3 windows of 128"),
+        (
+            {"methods": ("smoothquant",)},
+            "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",
+        ),
         (
             {"weight_method": "gptq"},
             "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",

@@ -19,9 +19,11 @@ from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
 from qrot.grid import OFF
 from qrot.learn.settings import Learn
+from qrot.quantize.awq import Awq
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
 from qrot.quantize.slicegpt import SliceGpt
+from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 
@@ -31,6 +33,8 @@ Method = Literal[
     "random_orthogonal",
     "random_hadamard",
     "random_hadamard_shift",
+    "smoothquant",
+    "equalised",
     "slicegpt",
     "learned",
     "saved",
@@ -43,8 +47,8 @@ METHODS = (
     "random_hadamard_shift",
     "learned",
 )
-WeightMethod = Literal["rtn", "gptq"]
 PRESETS = Path(__file__).parent / "presets"
+WeightMethod = Literal["rtn", "gptq", "awq"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -89,6 +93,8 @@ class RunConfig:
     calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
     slicegpt: SliceGpt = field(default_factory=SliceGpt)
+    awq: Awq = field(default_factory=Awq)
+    smoothquant: SmoothQuant = field(default_factory=SmoothQuant)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 

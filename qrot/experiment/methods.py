@@ -23,9 +23,11 @@ from qrot.experiment.prepare import Inputs
 from qrot.experiment.results import BESIDE
 from qrot.experiment.stages import forward_seconds
 from qrot.learn.loop import learn, load_history, total_steps
+from qrot.quantize.equalise import equalise
 from qrot.quantize.slicegpt import principal_directions
+from qrot.quantize.smoothquant import smoothquant
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.rotations import Learned, Rotations, Scales
 from qrot.rotation.store import load_rotations, save_rotations, warn_of_weights
 from qrot.scheme import grids_by_layer
 
@@ -141,6 +143,43 @@ def _saved(inputs: Inputs, name: str, seed: int) -> Prepared:
     return learned, {"rotations": str(path), **known}
 
 
+def _smoothquant(inputs: Inputs, name: str, seed: int) -> Prepared:
+    """The scales of SmoothQuant, kept in a file, and the alpha that they were made with."""
+    config, model, rows = inputs.config, inputs.model, inputs.calibration_rows
+    layers, seconds = model.config.num_hidden_layers, 2 * forward_seconds(model, rows.size)
+    with inputs.stages.stage(f"{name}: calibrating", layers, seconds=seconds) as advance:
+        scales, alpha = smoothquant(
+            model.params,
+            config.scheme,
+            model.config,
+            rows,
+            settings=config.smoothquant,
+            batch=config.batch,
+            advance=advance,
+        )
+    return _kept(inputs, name, scales), {"alpha": alpha}
+
+
+def _equalised(inputs: Inputs, name: str, seed: int) -> Prepared:
+    return _kept(inputs, name, equalise(inputs.model.params, inputs.model.config)), {}
+
+
+def _kept(inputs: Inputs, name: str, scales: Scales) -> Learned:
+    """Scales without rotations, in a file that `qrot export` and the method `saved` read."""
+    config, model, learned = inputs.config, inputs.model, Learned(Rotations(), scales=scales)
+    metadata = {
+        "model": model.name,
+        "digest": model.digest,
+        "scheme": resolved(config)["scheme"],
+        "weight_method": config.weight_method,
+        "grids": grids_by_layer(config.scheme, model.config.num_hidden_layers),
+        "text": inputs.text,
+        "qrot": qrot.__version__,
+    }
+    save_rotations(inputs.folder / f"{name}.safetensors", learned, metadata)
+    return learned
+
+
 def _seconds(history: Path) -> float:
     """What the steps so far took; a line that a kill cut off does not count."""
     if not history.exists() or not history.read_text().endswith("\n"):
@@ -164,4 +203,6 @@ METHODS: dict[str, Callable[[Inputs, str, int], Prepared]] = {
     "slicegpt": _slicegpt,
     "learned": _learned,
     "saved": _saved,
+    "smoothquant": _smoothquant,
+    "equalised": _equalised,
 }

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from qrot.errors import located
 from qrot.evaluate.perplexity import Windows, cut_windows, spread_windows
+from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Data, Texts, read_text, read_texts
 from qrot.experiment.stages import Stages
@@ -29,7 +30,7 @@ from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 
-CALIBRATED = {"slicegpt"}  # methods that go through the calibration windows
+CALIBRATED = {"slicegpt", "smoothquant"}  # methods that go through the calibration windows
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
             other_rows = cut_windows(other_tokens, windows, bos_token_id=bos)
         calibration = _calibration(model, texts, config)
         _check_fit(config, model, rows)
+        saved = None
         if config.saved is not None:
-            load_rotations(Path(config.saved), digest=model.digest)
+            saved, _ = load_rotations(Path(config.saved), digest=model.digest)
+        refuse_combination(config, saved)
+        warn_of_combination(config, saved)
     other_text = None if other is None else other.name
     return Inputs(
         config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages

@@ -15,6 +15,7 @@ import jax
 from qrot.experiment.prepare import Inputs
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
+from qrot.quantize.awq import awq
 from qrot.quantize.gptq import gptq
 from qrot.quantize.rtn import rtn
 from qrot.rotation.rotations import Rotations
@@ -43,6 +44,10 @@ def _gptq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> 
     return _by_layer(inputs, f"{name}: GPTQ", gptq, params, online, scheme, inputs.config.gptq)
 
 
+def _awq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: AWQ", awq, params, online, scheme, inputs.config.awq)
+
+
 def _by_layer(
     inputs: Inputs, stage: str, method: Callable, params: Params, online, scheme: Scheme, settings
 ) -> Params:
@@ -67,4 +72,5 @@ def _by_layer(
 WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] = {
     "rtn": _rtn,
     "gptq": _gptq,
+    "awq": _awq,
 }

@@ -78,13 +78,21 @@ def round_weight(
 
 
 def best_clip(
-    weight: Float[Array, "in out"], grid: Grid, *, lowest: float = 0.4, step: float = 0.02
+    weight: Float[Array, "in out"],
+    grid: Grid,
+    *,
+    lowest: float = 0.4,
+    step: float = 0.02,
+    hessian: Float[Array, "in in"] | None = None,
 ) -> Float[Array, "..."]:
     """The clip ratio of least squared rounding error for each scale of the grid.
 
     Searches 1, 1 - step, ... down to lowest. Returns an array that broadcasts against the scales:
     [1, out] per channel, [groups, 1, out] per group, [1, 1] per tensor. Constant for the
     derivative.
+
+    hessian: H = X^T X of the inputs, for the error e^T H e of the weights e that share a scale,
+    by their own inputs, instead of e^T e.
     """
     wide = jnp.promote_types(weight.dtype, jnp.float32)  # errors are summed in at least float32
     weight = jax.lax.stop_gradient(weight).astype(wide)
@@ -92,10 +100,14 @@ def best_clip(
     inputs, outputs = weight.shape
     size = grid.group or inputs
     axes = (1, 2) if grid.granularity == "tensor" else (1,)
+    own = None if hessian is None else _diagonal_blocks(hessian, size)
+    product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def error(clip):
-        square = jnp.square(fake_quantise(weight, plain, axis=-2, clip=clip) - weight)
-        return square.reshape(-1, size, outputs).sum(axes, keepdims=True)
+        change = fake_quantise(weight, plain, axis=-2, clip=clip) - weight
+        change = change.reshape(-1, size, outputs)
+        felt = change if own is None else product(own, change)
+        return (change * felt).sum(axes, keepdims=True)
 
     def better(best, clip):
         least, chosen = best
@@ -106,6 +118,12 @@ def best_clip(
     candidates = jnp.arange(1 - step, lowest - step / 2, -step, dtype=weight.dtype)
     (_, chosen), _ = jax.lax.scan(better, (whole, jnp.ones_like(whole)), candidates)
     return chosen if grid.granularity == "group" else chosen[0]
+
+
+def _diagonal_blocks(x: Float[Array, "n n"], size: int) -> Float[Array, "blocks size size"]:
+    split = x.reshape(-1, size, len(x) // size, size)
+    here = jnp.arange(len(split))
+    return split[here, :, here]
 
 
 def mean_best_clip(params: Params, scheme: Scheme) -> Float[Array, ""]:
