@@ -58,7 +58,7 @@ NO_HAD = ["rotations={key: false, down: false}"]
 # name: (method, settings, schemes, seeds)
 ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
     "RTN": ("no_rotation", [], tuple(SCHEMES), 1),
-    "GPTQ": ("no_rotation", BY_GPTQ, tuple(SCHEMES), 1),
+    "GPTQ": ("no_rotation", BY_GPTQ, tuple(SCHEMES)[1:], 1),
     "equalised, RTN": ("equalised", [], ("W8A8", "W4A16", "W4A8KV8"), 1),
     "SmoothQuant, RTN": ("smoothquant", [], ("W8A8", "W4A8KV8", "W4A4KV4"), 1),
     "LLM.int8()": (
