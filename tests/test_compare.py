@@ -104,7 +104,7 @@ def test_many_settings_are_named_by_the_folder(folder):
             settings = {key: name for key in "pqrst"}
             folder(f"s/{name}/seed{seed}", [row("learned", seed, 2.0)], **settings)
     found = grouped(read_runs([folder("t", [row("learned", 0, 1.0)]).parent / "s"]))
-    assert [g.name for g in found] == ["learned, s/a", "learned, s/b"]
+    assert [g.name for g in found] == ["learned, a", "learned, b"]
     assert [len(g.rows) for g in found] == [2, 2]
 
 

@@ -80,7 +80,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             results = read_results(file)
             if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
                 raise InputError(f"{file}: not the results of a run")
-            parts = file.parent.relative_to(folder.parent).parts
+            above = folder if len(folders) == 1 else folder.parent
+            parts = file.parent.relative_to(above).parts
             name = "/".join(part for part in parts if not re.fullmatch(r"seed\d+", part))
             runs.append(Run(file.parent, name, _settings(file.parent / "config.yaml"), results))
     first = runs[0]
