@@ -229,7 +229,9 @@ def terminal(found: list[tuple[str, ...]]) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in COLUMNS:
         words = name in ("row", "verdict")
-        drawn.add_column(name, justify="left" if words else "right", no_wrap=not words)
+        drawn.add_column(
+            name, justify="left" if words else "right", no_wrap=not words, overflow="fold"
+        )
     for line in found:
         drawn.add_row(*line)
     return drawn
