@@ -86,7 +86,7 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
     """The tokens to calibrate on; none where no method does."""
     learns = {"learned", "random_hadamard_shift"} & set(config.methods)
-    if not learns and not config.calibrates:
+    if not learns and not config.calibrates and config.mixed is None:
         return np.zeros(0, np.int32)
     tokens = encode(model.tokenizer, texts.calibration)
     if learns:
@@ -94,6 +94,9 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
     if config.calibrates:
         with located("calibration.windows"):  # says now that the text is too short
             spread_windows(tokens, config.calibration.length, config.calibration.windows)
+    if config.mixed is not None:
+        with located("mixed.windows"):
+            spread_windows(tokens, config.calibration.length, config.mixed.windows)
     return tokens
 
 
