@@ -1,9 +1,6 @@
 """Bits by what rounding costs: the allocation, the cost, and runs that use both."""
 
-import io
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from qrot.errors import InputError
 from qrot.grid import Grid
@@ -24,7 +20,6 @@ from qrot.quantize.mixed import (
     allocate,
     bits_per_weight,
     check_scheme,
-    projection_sizes,
     with_bits,
 )
 from qrot.quantize.rtn import round_weight, rtn
@@ -158,8 +153,9 @@ def test_bits_per_weight(variant, granularity, group, kind):
 @pytest.fixture(scope="module", params=["llama-biases", "mistral-window", "qwen3-biases"])
 def fused(request, variant):
     """(config, parameters, what is left online) in float64, all rotations fused."""
-    model = fold_norms(variant(request.param, "float64"))
+    model = variant(request.param, "float64")
     with jax.enable_x64(True):
+        model = fold_norms(model)
         return model.config, *fuse(model.params, random_rotations(model.config, 0), model.config)[
             :2
         ]

@@ -17,7 +17,7 @@ from qrot.experiment.prepare import Inputs
 from qrot.experiment.stages import forward_seconds
 from qrot.learn.sensitivity import sensitivity
 from qrot.model.params import PROJECTIONS, Params
-from qrot.quantize.mixed import allocate, bits_per_weight, projection_sizes, with_bits
+from qrot.quantize.mixed import Mixed, allocate, bits_per_weight, projection_sizes, with_bits
 from qrot.rotation.rotations import Rotations
 from qrot.scheme import Scheme
 
@@ -26,14 +26,19 @@ _COLOURS = ("grey70", "sky_blue1", "green3", "yellow3", "orange1", "red3")  # fe
 
 
 def mixed_bits(
-    inputs: Inputs, name: str, params: Params, online: Rotations | None, scheme: Scheme
+    inputs: Inputs,
+    settings: Mixed,
+    name: str,
+    params: Params,
+    online: Rotations | None,
+    scheme: Scheme,
 ) -> tuple[Scheme, dict[str, Any]]:
     """The scheme with the bits that the budget allows each projection, and what a row tells of it.
 
     params, online: fused, as they will be rounded. Raises InputError where what is measured is not
     finite.
     """
-    config, model, settings = inputs.config, inputs.model.config, inputs.config.mixed
+    config, model = inputs.config, inputs.model.config
     began = time.perf_counter()
     rows = spread_windows(inputs.calibration, config.calibration.length, settings.windows)
     grids = tuple(replace(scheme.weights, bits=bits) for bits in settings.choices)
@@ -81,9 +86,8 @@ def _maps(row: dict[str, Any], mixed: dict[str, Any]) -> list[Table]:
     names = sorted({b for column in bits.values() for b in column}, key=int)
     colours = dict(zip(names, _COLOURS, strict=False))
     width = max(len(b) for b in names)
-    name = row["method"].replace("_", " ") + (
-        "" if row["seed"] is None else f", seed {row['seed']}"
-    )
+    seed = "" if row["seed"] is None else f", seed {row['seed']}"
+    name = row["method"].replace("_", " ") + seed
     maps = []
     for start in range(0, layers, _WIDTH // width):
         stop = min(start + _WIDTH // width, layers)

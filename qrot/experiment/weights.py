@@ -29,8 +29,8 @@ def rounded(
     if not scheme.rounds_weights:
         return params, {}
     facts = {}
-    if inputs.config.mixed is not None:
-        scheme, facts = mixed_bits(inputs, name, params, online, scheme)
+    if (mixed := inputs.config.mixed) is not None:
+        scheme, facts = mixed_bits(inputs, mixed, name, params, online, scheme)
     method, began = inputs.config.weight_method, time.perf_counter()
     params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
     jax.block_until_ready(params)

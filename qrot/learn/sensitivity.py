@@ -23,7 +23,7 @@ from qrot.rotation.rotations import Rotations, by_layer
 from qrot.scheme import READERS, Scheme, layer_scheme
 
 # Measured on SmolLM2, see docs/methods/mixed.md.
-RUN = 64
+RUN = 32
 
 _SITE = {name: site for site, names in READERS.items() for name in names}
 

@@ -32,7 +32,7 @@ class Mixed:
 
     bits: float = 3.5
     choices: tuple[int, ...] = (2, 3, 4, 6, 8)
-    windows: int = 16
+    windows: int = 8
 
     def __post_init__(self):
         choices = list(self.choices)
