@@ -128,8 +128,11 @@ def test_the_scheme_says_what_was_chosen(variant):
         assert grids.down.bits == 4
     after = rtn(params, scheme)
     for j, name in enumerate(PROJECTIONS):
-        same = getattr(after.layers, name).weight == getattr(params.layers, name).weight
-        np.testing.assert_array_equal(same.all((1, 2)), bits[:, j] == 16)
+        before, now = (getattr(x.layers, name).weight for x in (params, after))
+        for i, b in enumerate(bits[:, j]):
+            expected = round_weight(before[i], Grid(int(b), granularity="channel"))
+            np.testing.assert_array_equal(now[i], expected)
+            assert (now[i] == before[i]).all() == (b == 16)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
