@@ -48,6 +48,7 @@ def run(
     from rich.console import Console
 
     from qrot.experiment.config import PRESETS, applied, find_config, read_config
+    from qrot.experiment.mixed import bits_maps
     from qrot.experiment.results import notes, table, title
     from qrot.experiment.run import run as run_config
 
@@ -64,6 +65,8 @@ def run(
         print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
         raise typer.Exit(130) from None
     console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
+    for drawn in bits_maps(results):
+        console.print("", drawn, sep="\n", highlight=False)
     folder = Path(settings.out)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
     console.print(f"{folder}: {', '.join(files)}", highlight=False)

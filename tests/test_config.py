@@ -117,6 +117,9 @@ def test_what_is_written_is_read_back(file):
         ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
          "'best'"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
+        ("mixed.bits=9", "mixed.bits: 9 is outside the choices, 2 to 8"),
+        ("mixed.bit=3", "unknown key 'mixed.bit', did you mean 'mixed.bits'?"),
+        ("mixed={choices: [8, 4]}", "mixed.choices: [8, 4] are not rising numbers from 2 to 16"),
         ("gptq.dampin=3", "unknown key 'gptq.dampin', did you mean 'gptq.damping'?"),
         ("methods=[]", "methods: [] is empty or names one twice"),
         ("seeds=[1, 1]", "seeds: [1, 1] is empty or names one twice"),

@@ -551,6 +551,15 @@ def test_run_folders(made, monkeypatch, tmp_path, capsys):
     assert export(monkeypatch, run, "--out", out) == 0
 
 
+def test_runs_with_mixed_bits_are_refused(made, monkeypatch, tmp_path, capsys):
+    path = made("llama")
+    (path.parent / "config.yaml").write_text("scheme: {weights: {bits: 4}}\nmixed: {bits: 3.0}\n")
+    arguments = path, "--out", tmp_path / "out", "--format"
+    assert export(monkeypatch, *arguments, "torch") == 2
+    assert "the run gave each projection its own bits" in capsys.readouterr().err
+    assert export(monkeypatch, *arguments, "huggingface") == 0
+
+
 def test_a_broken_export_never_looks_whole(tmp_path):
     out = tmp_path / "out"
 

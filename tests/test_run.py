@@ -18,22 +18,24 @@ from tokenizers.models import WordLevel
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment import results
+from qrot.experiment import judge, results, weights
 from qrot.experiment import run as module
 from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
+from qrot.experiment.mixed import bits_maps
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
 from qrot.quantize.awq import Awq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.mixed import Mixed
 from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
 from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
-from qrot.scheme import Scheme
+from qrot.scheme import Scheme, layer_scheme
 
 METHODS = ("full_precision", "no_rotation", "random_orthogonal", "random_hadamard", "learned")
 LEARN = Learn(
@@ -179,6 +181,65 @@ def test_gptq_rounds_the_weights_of_every_row(config):
     text = markdown(found)
     assert "at W4A4KV4 (gptq weights) on" in text
     assert "Weights were rounded by gptq, " in text
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_mixed_bits_in_every_row(config, monkeypatch, method):
+    schemes, judged = [], []
+
+    def judged_logits(*arguments, scheme, **options):
+        judged.append(scheme)
+        return logits(*arguments, scheme=scheme, **options)
+
+    def rounding(inputs, name, params, online, scheme):
+        schemes.append(scheme)
+        return original(inputs, name, params, online, scheme)
+
+    logits, original = judge.judged_logits, weights.WEIGHT_METHODS[method]
+    monkeypatch.setattr(judge, "judged_logits", judged_logits)
+    monkeypatch.setitem(weights.WEIGHT_METHODS, method, rounding)
+    mixed = Mixed(3.5, (2, 3, 4, 8), windows=3)
+    config = replace(
+        config,
+        methods=("full_precision", "random_hadamard"),
+        seeds=(0,),
+        weight_method=method,
+        calibration=CALIBRATION,
+        mixed=mixed,
+    )
+    found = run(config, quiet())
+    full, row = found["rows"]
+    assert "mixed" not in full
+    (scheme,), (drawn,), facts = schemes, bits_maps(found), row["mixed"]
+    bits = {name: [int(b) for b in text.split()] for name, text in facts["bits"].items()}
+    for i in range(3):
+        grids = dict(layer_scheme(scheme, i).weights)
+        assert {name: grid.bits for name, grid in grids.items()} == {
+            name: column[i] for name, column in bits.items()
+        }
+    sizes = {"q": 48, "k": 24, "v": 24, "o": 48, "gate": 56, "up": 56, "down": 56}
+    spent = sum(sizes[name] * sum(column) for name, column in bits.items()) / (312 * 3)
+    assert facts["bits_per_weight"] == pytest.approx(spent)
+    assert 3.4 < spent <= 3.5
+    assert facts["with_scales"] > spent
+    assert {b for column in bits.values() for b in column} <= set(mixed.choices)
+    assert row["weights"] == 3.5
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(drawn)
+    assert all(facts["bits"][name].replace(" ", "") in shown.getvalue() for name in sizes)
+    assert set(judged) == {Scheme(), config.scheme}  # one scan through all layers
+    text = markdown(found)
+    assert "at W3.5A4KV4" in text
+    assert f"Weights have bits by projection and layer, {spent:.3f} on average" in text
+
+
+def test_mixed_bits_that_leave_no_choice_are_one_number(config):
+    config = replace(config, methods=("no_rotation",))
+    (plain,) = run(config, quiet())["rows"]
+    mixed = Mixed(4.0, (4,), windows=2)
+    mixed = replace(config, out=config.out + "-mixed", mixed=mixed, calibration=CALIBRATION)
+    (row,) = run(mixed, quiet())["rows"]
+    assert row["nll"] == plain["nll"]
 
 
 def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
@@ -357,6 +418,7 @@ def test_a_folder_of_something_else_is_refused(config):
             {"weight_method": "gptq"},
             "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",
         ),
+        ({"mixed": Mixed()}, "mixed.windows: the text has 400 tokens: 0 windows of 512, not 8"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(config, change, sentence):

@@ -22,6 +22,7 @@ from qrot.learn.settings import Learn
 from qrot.quantize.awq import Awq
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.mixed import Mixed, check_scheme
 from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
@@ -63,6 +64,8 @@ class RunConfig:
     weight_method: what rounds the weights in every row: `rtn` to the nearest level, or another with
       the settings of its section; rotations are learned for weights at 16 bits then, where
       learn.weight_bits does not say otherwise.
+    mixed: bits of the weights by what rounding them costs, in every row, in place of one number for
+      all; rotations are learned for scheme.weights.bits then. None for that number.
     calibration: what all methods but those that learn see of the calibration text.
     saved: the rotation file of the method `saved`, from another run.
     other: a text of another kind to judge by as well, so that adapting to the calibration text
@@ -95,6 +98,7 @@ class RunConfig:
     slicegpt: SliceGpt = field(default_factory=SliceGpt)
     awq: Awq = field(default_factory=Awq)
     smoothquant: SmoothQuant = field(default_factory=SmoothQuant)
+    mixed: Mixed | None = None
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 
@@ -107,6 +111,8 @@ class RunConfig:
             raise InputError("seeds and learn_seeds: a seed is not negative")
         if ("saved" in self.methods) != (self.saved is not None):
             raise InputError("saved: a rotation file goes with the method 'saved', only with it")
+        if self.mixed is not None:
+            check_scheme(self.scheme)
         for name in ("batch", "other_count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: {getattr(self, name)} is not positive")

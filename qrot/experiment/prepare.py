@@ -113,7 +113,7 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
     """The tokens to calibrate on; none where no method does."""
     learns = {"learned", "random_hadamard_shift"} & set(config.methods)
     calibrates = config.calibrates or bool(CALIBRATED & set(config.methods))
-    if not learns and not calibrates:
+    if not learns and not calibrates and config.mixed is None:
         return np.zeros(0, np.int32)
     tokens = encode(model.tokenizer, texts.calibration)
     if learns:
@@ -121,6 +121,9 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
     if calibrates:
         with located("calibration.windows"):  # says now that the text is too short
             spread_windows(tokens, config.calibration.length, config.calibration.windows)
+    if config.mixed is not None:
+        with located("mixed.windows"):
+            spread_windows(tokens, config.calibration.length, config.mixed.windows)
     return tokens
 
 

@@ -164,6 +164,12 @@ def notes(results: dict[str, Any]) -> str:
         text += (
             f" Weights were rounded by {_method(results)}, {statistics.fmean(seconds):.0f} s of it."
         )
+    mixed = next((row["mixed"] for row in results["rows"] if "mixed" in row), None)
+    if mixed is not None:
+        text += (
+            f" Weights have bits by projection and layer, {mixed['bits_per_weight']:.3f} on average"
+            f" and {mixed['with_scales']:.3f} with their scales."
+        )
     for row in results["rows"]:
         if row["method"] == "learned":
             beside = [name for name in BESIDE if row[name]]

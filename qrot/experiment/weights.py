@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from qrot.experiment.mixed import mixed_bits
 from qrot.experiment.prepare import Inputs
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
@@ -28,11 +29,15 @@ def rounded(
     """Weights on their grids by the run's method, and what a row tells of it."""
     if not scheme.rounds_weights:
         return params, {}
+    facts = {}
+    if (mixed := inputs.config.mixed) is not None:
+        scheme, facts = mixed_bits(inputs, mixed, name, params, online, scheme)
     method, began = inputs.config.weight_method, time.perf_counter()
     params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
     jax.block_until_ready(params)
-    facts = {"weight_method": method, "weight_seconds": time.perf_counter() - began}
-    return params, {} if method == "rtn" else facts
+    if method != "rtn":
+        facts |= {"weight_method": method, "weight_seconds": time.perf_counter() - began}
+    return params, facts
 
 
 def _rtn(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:

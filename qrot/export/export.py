@@ -87,6 +87,10 @@ def export(
         raise InputError("--scheme, --group and --online go with --format compressed-tensors only")
     _check_installed(kind, check)
     plan = _PLANS[kind](fitted, options)
+    if fitted.run.mixed is not None and plan.scheme.rounds_weights and options.scheme is None:
+        raise InputError(
+            "the run gave each projection its own bits, as no export does: say --scheme"
+        )
     layers = fitted.opened.config.num_hidden_layers
     with whole_folder(out) as folder:
         rounded = _by_gptq(fitted, plan, stages) if plan.gptq else None

@@ -83,7 +83,7 @@ def capture(
     if gradients:
         keys = jax.random.split(jax.random.key(seed), len(groups))
         g = [
-            np.asarray(_loss_gradient(h, model.params, key, config))
+            np.asarray(loss_gradient(h, model.params, key, config))
             for h, key in zip(hidden, keys, strict=True)
         ]
         for i in reversed(range(config.num_hidden_layers)):
@@ -169,11 +169,12 @@ def _backward(h, layer, window, taps, config: ModelConfig, g):
 
 
 @partial(jax.jit, static_argnums=3)
-def _loss_gradient(h, params: Params, key, config: ModelConfig):
+def loss_gradient(h, params: Params, key, config: ModelConfig):
     """Derivative by the last layer's output of the nats of tokens drawn from the predictions."""
 
     def nats(h):
-        log_p = jax.nn.log_softmax(project(h, params, config).astype(jnp.float32))
+        logits = project(h, params, config)
+        log_p = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
         drawn = jax.random.categorical(key, jax.lax.stop_gradient(log_p))
         return -jnp.take_along_axis(log_p, drawn[..., None], axis=-1).sum()
 

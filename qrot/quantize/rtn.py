@@ -22,13 +22,27 @@ def rtn(params: Params, scheme: Scheme) -> Params:
 
     Raises InputError where a group does not divide a layer's inputs.
     """
-    layers = params.layers
-    runs = segments(scheme, layers.attention_norm.shape[0])
-    done = [
-        rtn_layers(jax.tree.map(lambda x, a=start, b=stop: x[a:b], layers), grids)
-        for start, stop, grids in runs
-    ]
-    return params.replace(layers=jax.tree.map(lambda *parts: jnp.concatenate(parts), *done))
+    layers, names = params.layers, {}
+    for start, stop, grids in segments(scheme, layers.attention_norm.shape[0]):
+        for name, grid in grids.weights:
+            names.setdefault(name, []).extend([grid] * (stop - start))
+
+    def rounded(name: str, grids: list[Grid]) -> Linear:
+        linear = getattr(layers, name)
+        if len(set(grids)) == 1:
+            return linear.replace(weight=_rtn_stack(linear.weight, grids[0]))
+        # One at a time: a program for each grid, not one for each way that grids follow each other.
+        parts = [_rtn_stack(linear.weight[i : i + 1], grid) for i, grid in enumerate(grids)]
+        return linear.replace(weight=jnp.concatenate(parts))
+
+    return params.replace(
+        layers=layers.replace(**{name: rounded(name, grids) for name, grids in names.items()})
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def _rtn_stack(weights: Float[Array, "layers in out"], grid: Grid) -> Float[Array, "layers in out"]:
+    return jax.lax.map(lambda weight: round_weight(weight, grid), weights)
 
 
 @partial(jax.jit, static_argnums=1)
