@@ -70,7 +70,7 @@ ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
     "AWQ": ("no_rotation", ["weight_method=awq"], ("W4A16", "W3A16", "W2A16"), 1),
     "QuIP": ("no_rotation", ["weight_method=quip", *WHOLE], ("W4A16", "W3A16", "W2A16"), 1),
     "QuIP#": ("no_rotation", ["weight_method=quip_sharp", *WHOLE], ("W4A16", "W3A16", "W2A16"), 1),
-    "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed={}"], ("W4A16", "W3A16"), 1),
+    "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed.bits={bits}"], ("W4A16", "W3A16"), 1),
     "LLM-QAT": ("no_rotation", ["weight_method=qat"], ("W4A8KV8", "W4A4KV4"), 1),
     "Hadamard, RTN": ("random_hadamard", [], tuple(SCHEMES)[:4], 3),
     "Hadamard, GPTQ": ("random_hadamard", BY_GPTQ, tuple(SCHEMES)[1:4], 3),
@@ -114,6 +114,7 @@ def folder_of(out: Path, name: str, scheme: str, seed: int) -> Path:
 def measure(out: Path, name: str, scheme: str, seed: int, data: str) -> None:
     """One cell."""
     method, settings, _, _ = ROWS[name]
+    settings = [setting.replace("{bits}", scheme[1]) for setting in settings]
     shared = [f"methods=[{method}]", f"seeds=[{seed}]", f"learn_seeds=[{seed}]"]
     run(
         folder_of(out, name, scheme, seed),
