@@ -31,7 +31,6 @@ SCHEMES: dict[str, list[str]] = {
     "W4A16": [*GROUPS],
     "W4A8KV8": _activations(8, 8),
     "W4A4KV4": _activations(4, 4),
-    "W3A16": ["scheme.weights.bits=3", *GROUPS],
     "W2A16": ["scheme.weights.bits=2", *GROUPS],
 }
 WHOLE = ["scheme.weights.granularity=channel", "scheme.weights.group=null"]  # one scale or none
@@ -59,7 +58,7 @@ NO_HAD = ["rotations={key: false, down: false}"]
 ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
     "RTN": ("no_rotation", [], tuple(SCHEMES), 1),
     "GPTQ": ("no_rotation", BY_GPTQ, tuple(SCHEMES)[1:], 1),
-    "equalised, RTN": ("equalised", [], ("W8A8", "W4A16", "W4A8KV8"), 1),
+    "equalised, RTN": ("equalised", [], ("W4A16", "W4A8KV8"), 1),
     "SmoothQuant, RTN": ("smoothquant", [], ("W8A8", "W4A8KV8", "W4A4KV4"), 1),
     "LLM.int8()": (
         "no_rotation",
@@ -67,12 +66,12 @@ ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
         ("W8A8",),
         1,
     ),
-    "AWQ": ("no_rotation", ["weight_method=awq"], ("W4A16", "W3A16", "W2A16"), 1),
-    "QuIP": ("no_rotation", ["weight_method=quip", *WHOLE], ("W4A16", "W3A16", "W2A16"), 1),
-    "QuIP#": ("no_rotation", ["weight_method=quip_sharp", *WHOLE], ("W4A16", "W3A16", "W2A16"), 1),
-    "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed.bits={bits}"], ("W4A16", "W3A16"), 1),
+    "AWQ": ("no_rotation", ["weight_method=awq", "scheme.weights.clip=1.0"], ("W4A16", "W2A16"), 1),
+    "QuIP": ("no_rotation", ["weight_method=quip", *WHOLE], ("W4A16", "W2A16"), 1),
+    "QuIP#": ("no_rotation", ["weight_method=quip_sharp", *WHOLE], ("W4A16", "W2A16"), 1),
+    "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed.bits={bits}"], ("W4A16",), 1),
     "LLM-QAT": ("no_rotation", ["weight_method=qat"], ("W4A8KV8", "W4A4KV4"), 1),
-    "Hadamard, RTN": ("random_hadamard", [], tuple(SCHEMES)[:4], 3),
+    "Hadamard, RTN": ("random_hadamard", [], ("W8A8", "W4A8KV8", "W4A4KV4"), 3),
     "Hadamard, GPTQ": ("random_hadamard", BY_GPTQ, tuple(SCHEMES)[1:4], 3),
     "QuaRot": ("random_hadamard", [*SYMMETRIC, *BY_GPTQ], ("W4A4KV4",), 3),
     "SpinQuant no_had": ("learned", [*SPINQUANT, *NO_HAD, *BY_GPTQ], ("W4A8KV8",), 1),
@@ -147,11 +146,11 @@ def table(out: Path) -> str:
 
 def sliced(out: Path) -> str:
     """Perplexity against the share of directions that SliceGPT cuts off, in Markdown."""
-    lines = [("cut off", "directions left", "perplexity", "other text"), ("---:",) * 4]
+    lines = [("cut off", "directions left", "perplexity"), ("---:",) * 3]
     for fraction in SLICED:
         for row in found(out, "SliceGPT", f"{fraction}"):
-            ppl = f"{row['perplexity']:.2f}", f"{row['other_perplexity']:.2f}"
-            lines.append((f"{fraction:.0%}", str(row["hidden_kept"]), *ppl))
+            left = str(row["hidden_kept"])
+            lines.append((f"{fraction:.0%}", left, f"{row['perplexity']:.2f}"))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
