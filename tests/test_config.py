@@ -96,7 +96,10 @@ def test_what_is_written_is_read_back(file):
          "numbers: weights only"),
         ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
         ("learn.steps=0", "learn.steps: 0 is not positive"),
-        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', not 'gptw'"),
+        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'quip', "
+         "'quip_sharp', not 'gptw'"),
+        ("quip.damping=2.0", "quip.damping: 2.0 is outside 0 to 1"),
+        ("quip.seed=-1", "quip.seed: a seed is not negative"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
         ("gptq.dampin=3", "unknown key 'gptq.dampin', did you mean 'gptq.damping'?"),
         ("methods=[]", "methods: [] is empty or names one twice"),

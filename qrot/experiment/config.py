@@ -21,6 +21,7 @@ from qrot.grid import OFF
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
+from qrot.quantize.quip import Quip
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 
@@ -41,7 +42,7 @@ METHODS = (
     "random_hadamard_shift",
     "learned",
 )
-WeightMethod = Literal["rtn", "gptq"]
+WeightMethod = Literal["rtn", "gptq", "quip", "quip_sharp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -85,6 +86,7 @@ class RunConfig:
     weight_method: WeightMethod = "rtn"
     calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
+    quip: Quip = field(default_factory=Quip)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 

@@ -16,6 +16,7 @@ from qrot.experiment.prepare import Inputs
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
 from qrot.quantize.gptq import gptq
+from qrot.quantize.quip import quip, quip_sharp
 from qrot.quantize.rtn import rtn
 from qrot.rotation.rotations import Rotations
 from qrot.scheme import Scheme
@@ -31,6 +32,8 @@ def rounded(
     params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
     jax.block_until_ready(params)
     facts = {"weight_method": method, "weight_seconds": time.perf_counter() - began}
+    if method.startswith("quip"):
+        facts["sign_seed"] = inputs.config.quip.seed
     return params, {} if method == "rtn" else facts
 
 
@@ -41,6 +44,15 @@ def _rtn(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> P
 
 def _gptq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
     return _by_layer(inputs, f"{name}: GPTQ", gptq, params, online, scheme, inputs.config.gptq)
+
+
+def _quip(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: QuIP", quip, params, online, scheme, inputs.config.quip)
+
+
+def _quip_sharp(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    settings = inputs.config.quip
+    return _by_layer(inputs, f"{name}: QuIP#", quip_sharp, params, online, scheme, settings)
 
 
 def _by_layer(
@@ -67,4 +79,6 @@ def _by_layer(
 WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] = {
     "rtn": _rtn,
     "gptq": _gptq,
+    "quip": _quip,
+    "quip_sharp": _quip_sharp,
 }

@@ -1,0 +1,147 @@
+"""Codebooks of eight numbers at a time, cut out of the lattice E8: E8P at 2 bits, more on top.
+
+Tseng, Chee, Sun, Kuleshov, De Sa: QuIP#, ICML 2024, arXiv 2402.04396. All tables are made from
+their definitions. E8 is the densest packing in eight dimensions: D8, the integer vectors of even
+sum, together with D8^ = D8 + 1/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations, product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+SIZE = 8  # numbers that are rounded together
+SHIFTS = (0.25, -0.25)
+_EXACT = jax.lax.Precision.HIGHEST
+
+# Factors on numbers of variance 1 before each codebook of the sum: those of least squared error for
+# a standard Gaussian in steps of 0.01 (tests/test_lattice.py searches again).
+SCALES: dict[int, tuple[float, ...]] = {2: (1.03,), 3: (0.98, 2.04), 4: (1.03, 3.45)}
+
+
+@cache
+def absolute_values() -> Float[np.ndarray, "256 8"]:
+    """The elementwise absolute values of E8P: vectors of 1/2, 3/2 and 5/2, shortest first.
+
+    The 227 of squared length up to 10, and of the 224 of squared length 12 the first 29 in
+    lexicographic order of those with five entries of 3/2. (The paper pads, too; which 29 it takes
+    is a matter of its table, and of no consequence for the error.)
+    """
+    every = np.array(list(product((0.5, 1.5, 2.5), repeat=SIZE)))
+    length = np.square(every).sum(1)
+    short = every[length <= 10]
+    short = short[np.argsort(np.square(short).sum(1), kind="stable")]
+    padding = every[(length == 12) & (every.max(1) < 2)][:29]
+    return np.concatenate([short, padding])
+
+
+@cache
+def e8p() -> Float[np.ndarray, "65536 8"]:
+    """All entries of E8P: an absolute value, eight signs, and +-1/4 added to all of it.
+
+    Of the signs seven are free: the sum of an element of D8^ is even, and another sign changes it
+    by an odd number. Adding 1/4 gives elements of D8^ + 1/4, subtracting it elements of D8 + 1/4.
+    """
+    signs = np.array(list(product((1.0, -1.0), repeat=SIZE)))
+    signed = (absolute_values()[:, None] * signs).reshape(-1, SIZE)
+    signed = signed[signed.sum(1) % 2 == 0]
+    return np.concatenate([signed + shift for shift in SHIFTS])
+
+
+@cache
+def e8_bit() -> Float[np.ndarray, "256 8"]:
+    """One bit a number: 0, the 240 shortest vectors of E8, of squared length 2, and 15 of squared
+    length 4: all but the last of +-2 in one place."""
+    halves = np.array(list(product((0.5, -0.5), repeat=SIZE)))
+    pairs = np.zeros((0, SIZE))
+    for i, j in combinations(range(SIZE), 2):
+        for signs in product((1.0, -1.0), repeat=2):
+            pairs = np.vstack([pairs, np.eye(SIZE)[[i, j]].T @ signs])
+    longer = np.concatenate([2 * np.eye(SIZE), -2 * np.eye(SIZE)])[:15]
+    return np.concatenate([np.zeros((1, SIZE)), halves[halves.sum(1) % 2 == 0], pairs, longer])
+
+
+def nearest_e8p(x: Float[Array, "n 8"]) -> Float[Array, "n 8"]:
+    """The entry of E8P next to each x, exactly, by 2 x 256 products in place of 65,536.
+
+    For either shift, what is left of x wants its own signs. Where their parity is not that of an
+    absolute value a, the sign to give up is that of least a_i |x_i|. It need be looked for only in
+    the 29 vectors of the padding: of the other 227 every permutation is among them, and if a_i is
+    larger than a_j at the smallest |x_i|, giving up the sign at j is no better than exchanging a_i
+    and a_j and giving up the sign at i.
+    """
+    found = [_nearest_signed(x - shift) + shift for shift in SHIFTS]
+    errors = [jnp.square(x - near).sum(1, keepdims=True) for near in found]
+    return jnp.where(errors[0] <= errors[1], *found)
+
+
+def nearest_of(x: Float[Array, "n 8"], table: Float[np.ndarray, "m 8"]) -> Float[Array, "n 8"]:
+    """The row of a short table next to each x."""
+    entries = jnp.asarray(table, x.dtype)
+    return entries[jnp.argmax(_closeness(x, entries), 1)]
+
+
+def round_vectors(x: Float[Array, "n 8"], bits: int) -> Float[Array, "n 8"]:
+    """Numbers of variance 1, eight at a time, at 2, 3 or 4 bits a number.
+
+    2: E8P. 3 and 4: the same, and what it leaves by the one-bit codebook of E8 or by E8P again
+    (residual vector quantisation).
+    """
+    books: dict[int, tuple[Callable, ...]] = {
+        2: (nearest_e8p,),
+        3: (nearest_e8p, lambda rest: nearest_of(rest, e8_bit())),
+        4: (nearest_e8p, nearest_e8p),
+    }
+    so_far = jnp.zeros_like(x)
+    for book, scale in zip(books[bits], SCALES[bits], strict=True):
+        so_far = so_far + book((x - so_far) * scale) / scale
+    return so_far
+
+
+def _closeness(x, entries):
+    """x . e - |e|^2 / 2, which is largest for the nearest entry."""
+    return jnp.matmul(x, entries.T, precision=_EXACT) - jnp.square(entries).sum(1) / 2
+
+
+def _nearest_signed(x: Float[Array, "n 8"]) -> Float[Array, "n 8"]:
+    """The signed absolute value of E8P next to each x."""
+    table, odd, closed = _tables()
+    entries = jnp.asarray(table, x.dtype)
+    size = jnp.abs(x)
+    minus = (x < 0).sum(1, keepdims=True) % 2 == 1
+    smallest = jnp.arange(SIZE) == jnp.argmin(size, 1)[:, None]
+    other = jnp.where(smallest, -size, size)
+    even_end, odd_end = int((closed & ~odd).sum()), int(closed.sum())
+    even, uneven, padding = entries[:even_end], entries[even_end:odd_end], entries[odd_end:]
+    lost = jnp.stack([(size * a).min(1) for a in padding], 1)
+    close = jnp.concatenate(
+        [
+            _closeness(jnp.where(minus, other, size), even),
+            _closeness(jnp.where(minus, size, other), uneven),
+            _closeness(size, padding) - jnp.where(minus, 0, 2 * lost),
+        ],
+        1,
+    )
+    chosen = jnp.argmax(close, 1)
+    near = entries[chosen]
+    flips = jnp.asarray(odd)[chosen][:, None] != minus
+    least = jnp.arange(SIZE) == jnp.argmin(near * size, 1)[:, None]
+    return jnp.where(x < 0, -near, near) * jnp.where(flips & least, -1, 1).astype(x.dtype)
+
+
+@cache
+def _tables() -> tuple[
+    Float[np.ndarray, "256 8"], Bool[np.ndarray, " 256"], Bool[np.ndarray, "256"]
+]:
+    """The absolute values, those of even sum first and the padding last; whether each needs an odd
+    number of minus signs; whether every permutation is among them."""
+    values = absolute_values()
+    odd, closed = values.sum(1) % 2 == 1, np.square(values).sum(1) <= 10
+    order = np.lexsort((odd, ~closed))
+    return values[order], odd[order], closed[order]
