@@ -7,14 +7,14 @@ sum, together with D8^ = D8 + 1/2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations, product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 SIZE = 8  # numbers that are rounded together
 SHIFTS = (0.25, -0.25)
@@ -70,11 +70,11 @@ def e8_bit() -> Float[np.ndarray, "256 8"]:
 def nearest_e8p(x: Float[Array, "n 8"]) -> Float[Array, "n 8"]:
     """The entry of E8P next to each x, exactly, by 2 x 256 products in place of 65,536.
 
-    For either shift, what is left of x wants its own signs. Where their parity is not that of an
-    absolute value a, the sign to give up is that of least a_i |x_i|. It need be looked for only in
-    the 29 vectors of the padding: of the other 227 every permutation is among them, and if a_i is
-    larger than a_j at the smallest |x_i|, giving up the sign at j is no better than exchanging a_i
-    and a_j and giving up the sign at i.
+    For either shift, what is left of x wants its own signs. Where their number of minus signs is
+    not what an absolute value a needs, one sign has to be given up, and it is that of the smallest
+    |x_i|, where a_i = 1/2. For if the sign at j is given up while a_i > 1/2 (j = i or not), then
+    with a_i - 1 in place of a_i, which is in the book, too, no sign need be: the squared distance
+    is less by 2 (2 a_j |x_j| - |x_i|) + 2 a_i - 1 > 0.
     """
     found = [_nearest_signed(x - shift) + shift for shift in SHIFTS]
     errors = [jnp.square(x - near).sum(1, keepdims=True) for near in found]
@@ -87,11 +87,13 @@ def nearest_of(x: Float[Array, "n 8"], table: Float[np.ndarray, "m 8"]) -> Float
     return entries[jnp.argmax(_closeness(x, entries), 1)]
 
 
-def round_vectors(x: Float[Array, "n 8"], bits: int) -> Float[Array, "n 8"]:
+def round_vectors(
+    x: Float[Array, "n 8"], bits: int, scales: Sequence[float | Array] | None = None
+) -> Float[Array, "n 8"]:
     """Numbers of variance 1, eight at a time, at 2, 3 or 4 bits a number.
 
     2: E8P. 3 and 4: the same, and what it leaves by the one-bit codebook of E8 or by E8P again
-    (residual vector quantisation).
+    (residual vector quantisation). scales: one for each, `SCALES` if None.
     """
     books: dict[int, tuple[Callable, ...]] = {
         2: (nearest_e8p,),
@@ -99,7 +101,7 @@ def round_vectors(x: Float[Array, "n 8"], bits: int) -> Float[Array, "n 8"]:
         4: (nearest_e8p, nearest_e8p),
     }
     so_far = jnp.zeros_like(x)
-    for book, scale in zip(books[bits], SCALES[bits], strict=True):
+    for book, scale in zip(books[bits], scales or SCALES[bits], strict=True):
         so_far = so_far + book((x - so_far) * scale) / scale
     return so_far
 
@@ -111,37 +113,19 @@ def _closeness(x, entries):
 
 def _nearest_signed(x: Float[Array, "n 8"]) -> Float[Array, "n 8"]:
     """The signed absolute value of E8P next to each x."""
-    table, odd, closed = _tables()
-    entries = jnp.asarray(table, x.dtype)
-    size = jnp.abs(x)
-    minus = (x < 0).sum(1, keepdims=True) % 2 == 1
-    smallest = jnp.arange(SIZE) == jnp.argmin(size, 1)[:, None]
-    other = jnp.where(smallest, -size, size)
-    even_end, odd_end = int((closed & ~odd).sum()), int(closed.sum())
-    even, uneven, padding = entries[:even_end], entries[even_end:odd_end], entries[odd_end:]
-    lost = jnp.stack([(size * a).min(1) for a in padding], 1)
-    close = jnp.concatenate(
-        [
-            _closeness(jnp.where(minus, other, size), even),
-            _closeness(jnp.where(minus, size, other), uneven),
-            _closeness(size, padding) - jnp.where(minus, 0, 2 * lost),
-        ],
-        1,
-    )
-    chosen = jnp.argmax(close, 1)
-    near = entries[chosen]
-    flips = jnp.asarray(odd)[chosen][:, None] != minus
-    least = jnp.arange(SIZE) == jnp.argmin(near * size, 1)[:, None]
-    return jnp.where(x < 0, -near, near) * jnp.where(flips & least, -1, 1).astype(x.dtype)
-
-
-@cache
-def _tables() -> tuple[
-    Float[np.ndarray, "256 8"], Bool[np.ndarray, " 256"], Bool[np.ndarray, "256"]
-]:
-    """The absolute values, those of even sum first and the padding last; whether each needs an odd
-    number of minus signs; whether every permutation is among them."""
     values = absolute_values()
-    odd, closed = values.sum(1) % 2 == 1, np.square(values).sum(1) <= 10
-    order = np.lexsort((odd, ~closed))
-    return values[order], odd[order], closed[order]
+    values, evens = (
+        values[np.argsort(values.sum(1) % 2, kind="stable")],
+        sum(values.sum(1) % 2 == 0),
+    )
+    entries = jnp.asarray(values, x.dtype)
+    size = jnp.abs(x)
+    minus = (x < 0).sum(1, keepdims=True) % 2 == 1  # an odd number of them
+    smallest = jnp.arange(SIZE) == jnp.argmin(size, 1)[:, None]
+    given_up = jnp.where(smallest, -size, size)
+    for_even = _closeness(jnp.where(minus, given_up, size), entries[:evens])
+    for_odd = _closeness(jnp.where(minus, size, given_up), entries[evens:])
+    chosen = jnp.argmax(jnp.concatenate([for_even, for_odd], 1), 1)
+    near = entries[chosen]
+    near = jnp.where(smallest & ((chosen >= evens)[:, None] != minus), -near, near)
+    return jnp.where(x < 0, -near, near)
