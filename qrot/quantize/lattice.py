@@ -27,7 +27,7 @@ SCALES: dict[int, tuple[float, ...]] = {2: (1.04,), 3: (0.98, 2.0), 4: (0.89, 3.
 
 @cache
 def absolute_values() -> Float[np.ndarray, "256 8"]:
-    """The elementwise absolute values of E8P: vectors of 1/2, 3/2 and 5/2, shortest first.
+    """The elementwise absolute values of E8P: vectors of 1/2, 3/2 and 5/2, even sums first.
 
     The 227 of squared length up to 10, and of the 224 of squared length 12 the first 29 in
     lexicographic order of those with five entries of 3/2. (The paper pads, too; which 29 it takes
@@ -35,10 +35,9 @@ def absolute_values() -> Float[np.ndarray, "256 8"]:
     """
     every = np.array(list(product((0.5, 1.5, 2.5), repeat=SIZE)))
     length = np.square(every).sum(1)
-    short = every[length <= 10]
-    short = short[np.argsort(np.square(short).sum(1), kind="stable")]
     padding = every[(length == 12) & (every.max(1) < 2)][:29]
-    return np.concatenate([short, padding])
+    values = np.concatenate([every[length <= 10], padding])
+    return values[np.argsort(values.sum(1) % 2, kind="stable")]
 
 
 @cache
@@ -113,12 +112,8 @@ def _closeness(x, entries):
 
 def _nearest_signed(x: Float[Array, "n 8"]) -> Float[Array, "n 8"]:
     """The signed absolute value of E8P next to each x."""
-    values = absolute_values()
-    values, evens = (
-        values[np.argsort(values.sum(1) % 2, kind="stable")],
-        sum(values.sum(1) % 2 == 0),
-    )
-    entries = jnp.asarray(values, x.dtype)
+    entries = jnp.asarray(absolute_values(), x.dtype)
+    evens = int((absolute_values().sum(1) % 2 == 0).sum())
     size = jnp.abs(x)
     minus = (x < 0).sum(1, keepdims=True) % 2 == 1  # an odd number of them
     smallest = jnp.arange(SIZE) == jnp.argmin(size, 1)[:, None]
