@@ -110,12 +110,14 @@ def test_what_is_written_is_read_back(file):
          "theirs"),
         ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
         ("learn.steps=0", "learn.steps: 0 is not positive"),
-        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', not "
-         "'gptw'"),
         ("awq.steps=0", "awq.steps: 0 is not positive"),
         ("smoothquant.alpha=1.5", "smoothquant.alpha: 1.5 is outside 0 to 1"),
         ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
          "'best'"),
+        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', "
+         "'quip', 'quip_sharp', not 'gptw'"),
+        ("quip.damping=2.0", "quip.damping: 2.0 is outside 0 to 1"),
+        ("quip.seed=-1", "quip.seed: a seed is not negative"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
         ("mixed.bits=9", "mixed.bits: 9 is outside the choices, 2 to 8"),
         ("mixed.bit=3", "unknown key 'mixed.bit', did you mean 'mixed.bits'?"),

@@ -9,6 +9,7 @@ import jax
 from qrot.errors import InputError
 from qrot.experiment.config import RunConfig
 from qrot.grid import OFF
+from qrot.quantize.lattice import SCALES
 from qrot.rotation.rotations import Learned
 
 ROTATING = ("random_orthogonal", "random_hadamard", "random_hadamard_shift", "learned", "saved")
@@ -49,3 +50,10 @@ def refuse_combination(config: RunConfig, saved: Learned | None) -> None:
             f"weight_method: awq scales the activations that the shifts of {shifted[0]} were "
             "measured on; round weights by another method, or leave activations at 16 bits"
         )
+    if config.mixed is not None and config.weight_method == "quip_sharp":
+        missing = sorted(set(config.mixed.choices) - set(SCALES) - {OFF})
+        if missing:
+            raise InputError(
+                f"mixed.choices: quip_sharp has codebooks of {', '.join(map(str, SCALES))} bits, "
+                f"none of {missing[0]}"
+            )

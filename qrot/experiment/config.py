@@ -23,6 +23,7 @@ from qrot.quantize.awq import Awq
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
 from qrot.quantize.mixed import Mixed, check_scheme
+from qrot.quantize.quip import Quip
 from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.random import RotationSites
@@ -49,7 +50,7 @@ METHODS = (
     "learned",
 )
 PRESETS = Path(__file__).parent / "presets"
-WeightMethod = Literal["rtn", "gptq", "awq"]
+WeightMethod = Literal["rtn", "gptq", "awq", "quip", "quip_sharp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -99,6 +100,7 @@ class RunConfig:
     awq: Awq = field(default_factory=Awq)
     smoothquant: SmoothQuant = field(default_factory=SmoothQuant)
     mixed: Mixed | None = None
+    quip: Quip = field(default_factory=Quip)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 

@@ -25,6 +25,7 @@ from qrot.model.fuse import fold_norms
 from qrot.model.load import load
 from qrot.model.params import Model
 from qrot.model.tokenizer import encode
+from qrot.quantize.quip import check as check_quip
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
 from qrot.rotation.rotations import Learned, Rotations, Shifts
@@ -141,6 +142,8 @@ def _check_fit(config: RunConfig, model: Model, rows) -> None:
     for kind in {kinds[method] for method in config.methods if method in kinds}:
         rotations = random_rotations(model.config, 0, kind=kind, sites=config.rotations)
     scheme = config.scheme
+    if config.weight_method in ("quip", "quip_sharp"):
+        check_quip(model.params.layers, scheme, lattice=config.weight_method == "quip_sharp")
     tokens = jnp.asarray(rows[:1, :2])
     jax.eval_shape(lambda params: rtn(params, scheme), model.params)
     jax.eval_shape(

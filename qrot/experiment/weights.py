@@ -18,6 +18,7 @@ from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
 from qrot.quantize.awq import awq
 from qrot.quantize.gptq import gptq
+from qrot.quantize.quip import quip, quip_sharp
 from qrot.quantize.rtn import rtn
 from qrot.rotation.rotations import Rotations
 from qrot.scheme import Scheme
@@ -37,6 +38,8 @@ def rounded(
     jax.block_until_ready(params)
     if method != "rtn":
         facts |= {"weight_method": method, "weight_seconds": time.perf_counter() - began}
+    if method.startswith("quip"):
+        facts["sign_seed"] = inputs.config.quip.seed
     return params, facts
 
 
@@ -51,6 +54,15 @@ def _gptq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> 
 
 def _awq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
     return _by_layer(inputs, f"{name}: AWQ", awq, params, online, scheme, inputs.config.awq)
+
+
+def _quip(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: QuIP", quip, params, online, scheme, inputs.config.quip)
+
+
+def _quip_sharp(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+    settings = inputs.config.quip
+    return _by_layer(inputs, f"{name}: QuIP#", quip_sharp, params, online, scheme, settings)
 
 
 def _by_layer(
@@ -78,4 +90,6 @@ WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] 
     "rtn": _rtn,
     "gptq": _gptq,
     "awq": _awq,
+    "quip": _quip,
+    "quip_sharp": _quip_sharp,
 }

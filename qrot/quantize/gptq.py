@@ -109,7 +109,7 @@ def round_layer(
             settings.act_order,
             BLOCK,
         )
-        _warn(f"{site} in {name}", settings.damping, float(used))
+        warn_of_damping(f"{site} in {name}", settings.damping, float(used))
         pairs = zip(linears.items(), weights, strict=True)
         layer = layer.replace(**{n: linear.replace(weight=w) for (n, linear), w in pairs})
     return layer
@@ -142,15 +142,16 @@ def solve(
     Raises InputError where a group does not divide the inputs.
     """
     (rounded,), used = _solve((weight,), hessian, (grid,), damping, act_order, block)
-    _warn("a weight", damping, float(used))
+    warn_of_damping("a weight", damping, float(used))
     return rounded
 
 
-def _warn(where: str, damping: float, used: float) -> None:
+def warn_of_damping(where: str, damping: float, used: float, method: str = "GPTQ") -> None:
+    """Warn where a Hessian took more damping than was asked for."""
     if used > 1.5 * damping:
         so = f"{used:g} was used" if np.isfinite(used) else "it was rounded to nearest"
         warnings.warn(
-            f"GPTQ: the Hessian of {where} has no Cholesky factor at damping {damping:g}; {so}",
+            f"{method}: the Hessian of {where} has no Cholesky factor at damping {damping:g}; {so}",
             stacklevel=3,
         )
 
@@ -173,14 +174,33 @@ def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, 
 def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
     """(order of the inputs, U in that order, damping used or infinity where none helps)."""
     diagonal = jnp.diagonal(hessian)
+    order = jnp.argsort(-diagonal) if act_order else jnp.arange(len(diagonal))
+    factor, share = damped_cholesky(hessian, damping, order)
+    unit = jnp.eye(len(diagonal), dtype=hessian.dtype)
+    inverse = jax.scipy.linalg.solve_triangular(factor, unit, lower=True)
+    return order, inverse[::-1, ::-1], share
+
+
+def damped_cholesky(
+    hessian: Float[Array, "n n"],
+    damping: Float[Array, ""] | float,
+    order: Int[Array, " n"] | None = None,
+) -> tuple[Float[Array, "n n"], Float[Array, ""]]:
+    """(L, damping used) of H in this order, turned end for end: H' + damping = L L^T.
+
+    damping: share of the mean of H's diagonal; taken ten times as large until there is a factor,
+    and infinity where even 1000 is not enough. Zeros of the diagonal become its mean first.
+    Turned back, L is an upper factor of H and L^-1 one of its inverse, with no inverse of H.
+    """
+    diagonal = jnp.diagonal(hessian)
     dead = diagonal <= 0
     mean = jnp.sum(jnp.where(dead, 0, diagonal)) / jnp.maximum(jnp.sum(~dead), 1)
     mean = jnp.where(mean > 0, mean, 1)
-    order = jnp.argsort(-diagonal) if act_order else jnp.arange(len(diagonal))
-    hessian = (hessian + jnp.diag(jnp.where(dead, mean, 0)))[order][:, order]
+    hessian = hessian + jnp.diag(jnp.where(dead, mean, 0))
+    if order is not None:
+        hessian = hessian[order][:, order]
     unit = jnp.eye(len(diagonal), dtype=hessian.dtype)
 
-    # With H turned end for end, H' = L L^T, U' = L^-1: one factor and no inverse of H.
     def lower(share):
         return jnp.linalg.cholesky((hessian + share * mean * unit)[::-1, ::-1])
 
@@ -194,9 +214,7 @@ def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
 
     share = jnp.asarray(damping, hessian.dtype)
     share, factor = jax.lax.while_loop(failed, again, (share, lower(share)))
-    share = jnp.where(jnp.isfinite(factor).all(), share, jnp.inf)
-    inverse = jax.scipy.linalg.solve_triangular(factor, unit, lower=True)
-    return order, inverse[::-1, ::-1], share
+    return factor, jnp.where(jnp.isfinite(factor).all(), share, jnp.inf)
 
 
 def _rounded(
