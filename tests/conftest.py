@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import models
 import pytest
+import runs
 
 from qrot.model.load import load
 
@@ -63,3 +64,17 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The folder of a model of 97 words and two texts of 400 of them."""
+    folder = tmp_path_factory.mktemp("tiny")
+    runs.write_tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tiny, tmp_path):
+    """A run of it by several methods, learned rotations among them."""
+    return runs.tiny_config(tiny, tmp_path / "run")
