@@ -3,12 +3,15 @@ import io
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -17,13 +20,16 @@ from tokenizers.models import WordLevel
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
+from qrot.experiment import qat as row_module
 from qrot.experiment import results
 from qrot.experiment import run as module
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
+from qrot.experiment.stages import Stages
 from qrot.grid import Grid
+from qrot.learn.qat import Qat
 from qrot.learn.settings import Learn
 from qrot.quantize.layer_by_layer import Calibration
 from qrot.rotation.random import RotationSites
@@ -75,6 +81,7 @@ def config(tiny, tmp_path):
 
 CHEAP = ("full_precision", "no_rotation")
 CALIBRATION = Calibration(windows=6, length=16)
+QAT = Qat(steps=2, batch=2, length=8, learning_rate=1e-3)
 
 
 def quiet() -> Console:
@@ -196,6 +203,72 @@ def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
     saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
     with pytest.warns(UserWarning, match=sentence):
         run(replace(config, out=config.out + "-saved", **saved), quiet())
+
+
+def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
+    config = replace(config, methods=("no_rotation", "random_hadamard_shift"), seeds=(0,), qat=QAT)
+    (plain,) = run(replace(config, out=config.out + "-rtn", methods=("no_rotation",)), quiet())[
+        "rows"
+    ]
+    config, shown = replace(config, weight_method="qat"), io.StringIO()
+    original, beside = row_module.qat, []
+
+    def killed(*_, **options):
+        beside.append(options["shifts"])
+        if len(beside) == 1:
+            raise KeyboardInterrupt
+        return original(*_, **options)
+
+    monkeypatch.setattr(row_module, "qat", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Console(file=shown))
+    (text,) = Path(config.out).glob("qat-text-*.npy")
+    assert np.load(text).shape == (4, 8)
+    found = run(config, Console(file=shown))
+    assert shown.getvalue().count("writing text to train on") == 1
+    assert re.search(r"no rotation: training: .* loss ", shown.getvalue())
+    assert [x is None for x in beside] == [True, True, False]
+    assert "at W4A4KV4 (qat weights) on" in markdown(found)
+    row, turned = found["rows"]
+    assert row["weight_method"] == turned["weight_method"] == "qat"
+    assert row["nll"] != plain["nll"]
+    again = replace(config, out=config.out + "-again", methods=("no_rotation",))
+    assert [same["nll"] for same in run(again, quiet())["rows"]] == [row["nll"]]
+
+
+def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
+    written = []
+
+    def generate_text(params, model, *, count, length, seed, advance):
+        written.append((count, length, seed))
+        return np.full((count, length), seed, np.int32)
+
+    monkeypatch.setattr(row_module, "generate_text", generate_text)
+    model = SimpleNamespace(digest="x", params=np.zeros(3), config=None)
+
+    def text(qat=QAT, dtype="float32", model=model):
+        settings = replace(config, qat=qat, dtype=dtype)
+        with Stages(quiet()) as stages:
+            return row_module.own_text(
+                SimpleNamespace(config=settings, model=model, folder=tmp_path, stages=stages)
+            )
+
+    for _ in range(2):
+        np.testing.assert_array_equal(text(), np.zeros((4, 8)))
+    text(replace(QAT, learning_rate=1.0))
+    assert written == [(4, 8, 0)]
+    text(replace(QAT, seed=1))
+    text(replace(QAT, length=9))
+    text(replace(QAT, steps=3))
+    assert written[1:] == [(4, 8, 1), (4, 9, 0), (6, 8, 0)]
+    text(dtype="bfloat16")
+    text(model=SimpleNamespace(digest="y", params=np.zeros(3), config=None))
+    assert len(written) == 6
+    assert len(list(tmp_path.iterdir())) == 6
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"half")
+    with pytest.raises(InputError, match=r"npy: damaged \(.*delete it"):
+        text()
 
 
 def test_a_rotation_file_that_is_not_there_is_named_before_anything_is_written(config, tmp_path):

@@ -18,6 +18,7 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
 from qrot.grid import OFF
+from qrot.learn.qat import Qat
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.layer_by_layer import Calibration
@@ -41,7 +42,7 @@ METHODS = (
     "random_hadamard_shift",
     "learned",
 )
-WeightMethod = Literal["rtn", "gptq"]
+WeightMethod = Literal["rtn", "gptq", "qat"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -54,8 +55,8 @@ class RunConfig:
     methods: what is done to the network, without changing its function, before it is rounded;
       `random_hadamard_shift` has the shifts that learning starts with.
     weight_method: what rounds the weights in every row: `rtn` to the nearest level, or another with
-      the settings of its section; rotations are learned for weights at 16 bits then, where
-      learn.weight_bits does not say otherwise.
+      the settings of its section; rotations are learned for weights at 16 bits then (but not for
+      `qat`, which rounds to the nearest level), where learn.weight_bits does not say otherwise.
     calibration: what all methods but those that learn see of the calibration text.
     saved: the rotation file of the method `saved`, from another run.
     other: a text of another kind to judge by as well, so that adapting to the calibration text
@@ -85,6 +86,7 @@ class RunConfig:
     weight_method: WeightMethod = "rtn"
     calibration: Calibration = field(default_factory=Calibration)
     gptq: Gptq = field(default_factory=Gptq)
+    qat: Qat = field(default_factory=Qat)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 
@@ -104,7 +106,7 @@ class RunConfig:
     @property
     def calibrates(self) -> bool:
         """Whether the weights are rounded by what they read."""
-        return self.weight_method != "rtn" and self.scheme.rounds_weights
+        return self.weight_method not in ("rtn", "qat") and self.scheme.rounds_weights
 
     @property
     def trained_weight_bits(self) -> int:

@@ -34,7 +34,7 @@ def judge(inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme) ->
                 params, learned.rotations, model.config, learned.shifts, learned.scales
             )
             jax.block_until_ready(params)
-    params, facts = rounded(inputs, name, params, online, scheme)
+    params, facts = rounded(inputs, name, params, online, scheme, shifts, clips)
     logits = partial(
         judged_logits,
         params,

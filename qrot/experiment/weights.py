@@ -2,6 +2,7 @@
 
 A new way is a function (inputs, name of the row, parameters with rotations fused, what is left
 online, scheme) -> parameters, a line in WEIGHT_METHODS, and its name in `qrot.experiment.config`.
+One that runs the quantised network is told its shifts and clip ratios as well, and is in TRAINED.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ from typing import Any
 import jax
 
 from qrot.experiment.prepare import Inputs
+from qrot.experiment.qat import trained_row
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
 from qrot.quantize.gptq import gptq
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.rotations import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 
 def rounded(
-    inputs: Inputs, name: str, params: Params, online: Rotations | None, scheme: Scheme
+    inputs: Inputs,
+    name: str,
+    params: Params,
+    online: Rotations | None,
+    scheme: Scheme,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
 ) -> tuple[Params, dict[str, Any]]:
     """Weights on their grids by the run's method, and what a row tells of it."""
     if not scheme.rounds_weights:
         return params, {}
     method, began = inputs.config.weight_method, time.perf_counter()
-    params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
+    if method in TRAINED:
+        params = TRAINED[method](inputs, name, params, online, scheme, shifts, clips)
+    else:
+        params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
     jax.block_until_ready(params)
     facts = {"weight_method": method, "weight_seconds": time.perf_counter() - began}
     return params, {} if method == "rtn" else facts
@@ -67,4 +78,7 @@ def _by_layer(
 WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] = {
     "rtn": _rtn,
     "gptq": _gptq,
+}
+TRAINED: dict[str, Callable[[Inputs, str, Params, Any, Scheme, Any, Any], Params]] = {
+    "qat": trained_row,
 }
