@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import models
 import numpy as np
@@ -25,6 +24,7 @@ from qrot.experiment import results
 from qrot.experiment import run as module
 from qrot.experiment.config import RunConfig, read_config
 from qrot.experiment.data import Data, read_texts
+from qrot.experiment.prepare import prepare
 from qrot.experiment.results import cells, columns, markdown
 from qrot.experiment.run import run
 from qrot.experiment.stages import Stages
@@ -213,13 +213,14 @@ def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
     config, shown = replace(config, weight_method="qat"), io.StringIO()
     original, beside = row_module.qat, []
 
-    def killed(*_, **options):
+    def watched(params, *rest, **options):
         beside.append(options["shifts"])
         if len(beside) == 1:
             raise KeyboardInterrupt
-        return original(*_, **options)
+        # The second row costs another compilation, and what it is given says all.
+        return original(params, *rest, **options) if len(beside) == 2 else params
 
-    monkeypatch.setattr(row_module, "qat", killed)
+    monkeypatch.setattr(row_module, "qat", watched)
     with pytest.raises(KeyboardInterrupt):
         run(config, Console(file=shown))
     (text,) = Path(config.out).glob("qat-text-*.npy")
@@ -232,6 +233,7 @@ def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
     row, turned = found["rows"]
     assert row["weight_method"] == turned["weight_method"] == "qat"
     assert row["nll"] != plain["nll"]
+    monkeypatch.setattr(row_module, "qat", original)
     again = replace(config, out=config.out + "-again", methods=("no_rotation",))
     assert [same["nll"] for same in run(again, quiet())["rows"]] == [row["nll"]]
 
@@ -244,14 +246,14 @@ def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
         return np.full((count, length), seed, np.int32)
 
     monkeypatch.setattr(row_module, "generate_text", generate_text)
-    model = SimpleNamespace(digest="x", params=np.zeros(3), config=None)
+    config = replace(config, methods=("no_rotation",))
+    with Stages(quiet()) as stages:
+        inputs = prepare(config, tmp_path, stages)
 
-    def text(qat=QAT, dtype="float32", model=model):
+    def text(qat=QAT, dtype="float32", digest="x"):
+        model = inputs.model.replace(digest=digest)
         settings = replace(config, qat=qat, dtype=dtype)
-        with Stages(quiet()) as stages:
-            return row_module.own_text(
-                SimpleNamespace(config=settings, model=model, folder=tmp_path, stages=stages)
-            )
+        return row_module.own_text(replace(inputs, config=settings, model=model))
 
     for _ in range(2):
         np.testing.assert_array_equal(text(), np.zeros((4, 8)))
@@ -262,7 +264,7 @@ def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
     text(replace(QAT, steps=3))
     assert written[1:] == [(4, 8, 1), (4, 9, 0), (6, 8, 0)]
     text(dtype="bfloat16")
-    text(model=SimpleNamespace(digest="y", params=np.zeros(3), config=None))
+    text(digest="y")
     assert len(written) == 6
     assert len(list(tmp_path.iterdir())) == 6
     for file in tmp_path.iterdir():

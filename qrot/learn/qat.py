@@ -48,7 +48,7 @@ class Qat:
     steps: int = 30
     batch: int = 2
     length: int = 512
-    learning_rate: float = 2e-5
+    learning_rate: float = 1e-4
     seed: int = 0
 
     def __post_init__(self):
