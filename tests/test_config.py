@@ -115,7 +115,7 @@ def test_what_is_written_is_read_back(file):
         ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
          "'best'"),
         ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', "
-         "'quip', 'quip_sharp', not 'gptw'"),
+         "'quip', 'quip_sharp', 'qat', not 'gptw'"),
         ("quip.damping=2.0", "quip.damping: 2.0 is outside 0 to 1"),
         ("quip.seed=-1", "quip.seed: a seed is not negative"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
@@ -123,6 +123,7 @@ def test_what_is_written_is_read_back(file):
         ("mixed.bit=3", "unknown key 'mixed.bit', did you mean 'mixed.bits'?"),
         ("mixed={choices: [8, 4]}", "mixed.choices: [8, 4] are not rising numbers from 2 to 16"),
         ("gptq.dampin=3", "unknown key 'gptq.dampin', did you mean 'gptq.damping'?"),
+        ("qat.steps=0", "qat.steps: 0 is not positive"),
         ("methods=[]", "methods: [] is empty or names one twice"),
         ("seeds=[1, 1]", "seeds: [1, 1] is empty or names one twice"),
         ("seeds=[-1]", "seeds and learn_seeds: a seed is not negative"),

@@ -1,21 +1,27 @@
 """Methods, and ways to round weights, in whole runs of a tiny model."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 from runs import CALIBRATION, CHEAP, quiet
 
 from qrot.errors import InputError
 from qrot.experiment import judge, weights
+from qrot.experiment import qat as row_module
 from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.mixed import bits_maps
+from qrot.experiment.prepare import prepare
 from qrot.experiment.results import markdown
 from qrot.experiment.run import run
+from qrot.experiment.stages import Stages
 from qrot.grid import Grid
+from qrot.learn.qat import Qat
 from qrot.quantize.awq import Awq
 from qrot.quantize.mixed import Mixed
 from qrot.quantize.slicegpt import SliceGpt
@@ -23,6 +29,8 @@ from qrot.quantize.smoothquant import SmoothQuant
 from qrot.rotation.rotations import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 from qrot.scheme import Scheme, layer_scheme
+
+QAT = Qat(steps=2, batch=2, length=8, learning_rate=1e-3)
 
 
 def test_gptq_rounds_the_weights_of_every_row(config):
@@ -211,3 +219,71 @@ def test_outlier_channels_in_a_run(config):
     full, plain = (row["nll"] for row in found[0.0])
     assert found[1e-6][1]["nll"] == pytest.approx(full, rel=1e-6)  # every channel is an outlier
     assert plain != pytest.approx(full, rel=1e-4)
+
+
+def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
+    config = replace(config, methods=("no_rotation", "random_hadamard_shift"), seeds=(0,), qat=QAT)
+    (plain,) = run(replace(config, out=config.out + "-rtn", methods=("no_rotation",)), quiet())[
+        "rows"
+    ]
+    config, shown = replace(config, weight_method="qat"), io.StringIO()
+    original, beside = row_module.qat, []
+
+    def watched(params, *rest, **options):
+        beside.append(options["shifts"])
+        if len(beside) == 1:
+            raise KeyboardInterrupt
+        # The second row costs another compilation, and what it is given says all.
+        return original(params, *rest, **options) if len(beside) == 2 else params
+
+    monkeypatch.setattr(row_module, "qat", watched)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Console(file=shown))
+    (text,) = Path(config.out).glob("qat-text-*.npy")
+    assert np.load(text).shape == (4, 8)
+    found = run(config, Console(file=shown))
+    assert shown.getvalue().count("writing text to train on") == 1
+    assert re.search(r"no rotation: training: .* loss ", shown.getvalue())
+    assert [x is None for x in beside] == [True, True, False]
+    assert "at W4A4KV4 (qat weights) on" in markdown(found)
+    row, turned = found["rows"]
+    assert row["weight_method"] == turned["weight_method"] == "qat"
+    assert row["nll"] != plain["nll"]
+    monkeypatch.setattr(row_module, "qat", original)
+    again = replace(config, out=config.out + "-again", methods=("no_rotation",))
+    assert [same["nll"] for same in run(again, quiet())["rows"]] == [row["nll"]]
+
+
+def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
+    written = []
+
+    def generate_text(params, model, *, count, length, seed, advance):
+        written.append((count, length, seed))
+        return np.full((count, length), seed, np.int32)
+
+    monkeypatch.setattr(row_module, "generate_text", generate_text)
+    config = replace(config, methods=("no_rotation",))
+    with Stages(quiet()) as stages:
+        inputs = prepare(config, tmp_path, stages)
+
+    def text(qat=QAT, dtype="float32", digest="x"):
+        model = inputs.model.replace(digest=digest)
+        settings = replace(config, qat=qat, dtype=dtype)
+        return row_module.own_text(replace(inputs, config=settings, model=model))
+
+    for _ in range(2):
+        np.testing.assert_array_equal(text(), np.zeros((4, 8)))
+    text(replace(QAT, learning_rate=1.0))
+    assert written == [(4, 8, 0)]
+    text(replace(QAT, seed=1))
+    text(replace(QAT, length=9))
+    text(replace(QAT, steps=3))
+    assert written[1:] == [(4, 8, 1), (4, 9, 0), (6, 8, 0)]
+    text(dtype="bfloat16")
+    text(digest="y")
+    assert len(written) == 6
+    assert len(list(tmp_path.iterdir())) == 6
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"half")
+    with pytest.raises(InputError, match=r"npy: damaged \(.*delete it"):
+        text()

@@ -12,6 +12,7 @@ import pytest
 
 from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Grid
+from qrot.model.decode import generate
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import load
@@ -51,6 +52,17 @@ def test_it_knows_the_capital_of_france(model):
     prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
     best = run(model.params, prompt, model.config)[0, -1].argmax()
     assert model.tokenizer.decode([int(best)]) == " Paris"
+
+
+def test_it_writes_on_about_france(model):
+    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
+    found = generate(
+        model.params, prompt, jax.random.key(0), model.config, steps=8, temperature=0.0
+    )
+    assert model.tokenizer.decode(found[0].tolist()).startswith(" Paris")
+    row = jnp.concatenate([prompt, found], axis=1)
+    best = run(model.params, row, model.config)[:, prompt.shape[1] - 1 : -1].argmax(-1)
+    np.testing.assert_array_equal(found, best)
 
 
 def test_it_predicts_english(before, tokens):

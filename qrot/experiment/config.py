@@ -18,6 +18,7 @@ from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.experiment.data import Data
 from qrot.grid import OFF
+from qrot.learn.qat import Qat
 from qrot.learn.settings import Learn
 from qrot.quantize.awq import Awq
 from qrot.quantize.gptq import Gptq
@@ -50,7 +51,7 @@ METHODS = (
     "learned",
 )
 PRESETS = Path(__file__).parent / "presets"
-WeightMethod = Literal["rtn", "gptq", "awq", "quip", "quip_sharp"]
+WeightMethod = Literal["rtn", "gptq", "awq", "quip", "quip_sharp", "qat"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -63,8 +64,8 @@ class RunConfig:
     methods: what is done to the network, without changing its function, before it is rounded;
       `random_hadamard_shift` has the shifts that learning starts with.
     weight_method: what rounds the weights in every row: `rtn` to the nearest level, or another with
-      the settings of its section; rotations are learned for weights at 16 bits then, where
-      learn.weight_bits does not say otherwise.
+      the settings of its section; rotations are learned for weights at 16 bits then (but not for
+      `qat`, which rounds to the nearest level), where learn.weight_bits does not say otherwise.
     mixed: bits of the weights by what rounding them costs, in every row, in place of one number for
       all; rotations are learned for scheme.weights.bits then. None for that number.
     calibration: what all methods but those that learn see of the calibration text.
@@ -101,6 +102,7 @@ class RunConfig:
     smoothquant: SmoothQuant = field(default_factory=SmoothQuant)
     mixed: Mixed | None = None
     quip: Quip = field(default_factory=Quip)
+    qat: Qat = field(default_factory=Qat)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
 
@@ -122,7 +124,7 @@ class RunConfig:
     @property
     def calibrates(self) -> bool:
         """Whether the weights are rounded by what they read."""
-        return self.weight_method != "rtn" and self.scheme.rounds_weights
+        return self.weight_method not in ("rtn", "qat") and self.scheme.rounds_weights
 
     @property
     def trained_weight_bits(self) -> int:

@@ -44,7 +44,7 @@ def judge(
         params, smaller = cut(params, model.config, kept)
         model = model.replace(config=smaller)
         inputs = replace(inputs, model=model)
-    params, facts = rounded(inputs, name, params, online, scheme)
+    params, facts = rounded(inputs, name, params, online, scheme, shifts, clips)
     logits = partial(
         judged_logits,
         params,

@@ -2,6 +2,7 @@
 
 A new way is a function (inputs, name of the row, parameters with rotations fused, what is left
 online, scheme) -> parameters, a line in WEIGHT_METHODS, and its name in `qrot.experiment.config`.
+One that runs the quantised network is told its shifts and clip ratios as well, and is in TRAINED.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ import jax
 
 from qrot.experiment.mixed import mixed_bits
 from qrot.experiment.prepare import Inputs
+from qrot.experiment.qat import trained_row
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
 from qrot.quantize.awq import awq
 from qrot.quantize.gptq import gptq
 from qrot.quantize.quip import quip, quip_sharp
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.rotations import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 
 def rounded(
-    inputs: Inputs, name: str, params: Params, online: Rotations | None, scheme: Scheme
+    inputs: Inputs,
+    name: str,
+    params: Params,
+    online: Rotations | None,
+    scheme: Scheme,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
 ) -> tuple[Params, dict[str, Any]]:
     """Weights on their grids by the run's method, and what a row tells of it."""
     if not scheme.rounds_weights:
@@ -34,7 +42,10 @@ def rounded(
     if (mixed := inputs.config.mixed) is not None:
         scheme, facts = mixed_bits(inputs, mixed, name, params, online, scheme)
     method, began = inputs.config.weight_method, time.perf_counter()
-    params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
+    if method in TRAINED:
+        params = TRAINED[method](inputs, name, params, online, scheme, shifts, clips)
+    else:
+        params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
     jax.block_until_ready(params)
     if method != "rtn":
         facts |= {"weight_method": method, "weight_seconds": time.perf_counter() - began}
@@ -92,4 +103,7 @@ WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] 
     "awq": _awq,
     "quip": _quip,
     "quip_sharp": _quip_sharp,
+}
+TRAINED: dict[str, Callable[[Inputs, str, Params, Any, Scheme, Any, Any], Params]] = {
+    "qat": trained_row,
 }

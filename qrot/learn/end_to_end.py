@@ -53,6 +53,13 @@ def kl(
     if top is not None:
         exact, index = jax.lax.top_k(exact, min(top, config.vocab_size))
         logits = jnp.take_along_axis(logits, index, axis=-1)
+    return divergence(exact, logits)
+
+
+def divergence(
+    exact: Float[Array, "batch length vocab"], logits: Float[Array, "batch length vocab"]
+) -> Float[Array, ""]:
+    """KL(p || q) in nats, the mean over all positions: p by the exact logits, q by the others."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     log_p, log_q = (jax.nn.log_softmax(x.astype(wide), axis=-1) for x in (exact, logits))
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1).mean()

@@ -161,10 +161,13 @@ def decoder_layer(
     rope: tuple[Array, Array],
     taps: Int[Array, " taps"] | None = None,
     observe: Callable[[str, Array], None] = lambda site, x: None,
+    attend: Callable[[Array, Array, Array, Any], Array] | None = None,
 ) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
     """One layer (no `layers` axis anywhere): hidden states in and out, and its tapped sites.
 
     observe: told, for each of qkv, o, gate_up and down, what its weights read.
+    attend: instead of `attention`, given the same: queries, keys and values as they enter a cache,
+      and the window.
     """
     eps, seen = config.rms_norm_eps, {}
     # What is fused is not turned again; what is turned here is turned back after rounding.
@@ -206,7 +209,7 @@ def decoder_layer(
     if grids.keys.on:
         q, k = sites["keys"].dual(q), quantise("keys", sites["keys"].go(k))
     v = quantise("values", sites["values"].go(v))
-    x = attention(q, k, v, own.window)  # in the basis of the values
+    x = (attend or attention)(q, k, v, own.window)  # in the basis of the values
     if taps is not None:
         x = sites["o"].go(tap("o", sites["o"].back(x)))
     x = sites["o"].back(quantise("o", x))
@@ -270,13 +273,20 @@ def apply_rope(
 
 def attention(
     q: Float[Array, "batch length heads head_dim"],
-    k: Float[Array, "batch length kv_heads head_dim"],
-    v: Float[Array, "batch length kv_heads head_dim"],
+    k: Float[Array, "batch before kv_heads head_dim"],
+    v: Float[Array, "batch before kv_heads head_dim"],
     window: Int[Array, ""] | None = None,
+    *,
+    first: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch length features"]:
-    """Causal softmax attention with grouped heads; a window of 0 tokens is no limit."""
+    """Causal softmax attention with grouped heads; a window of 0 tokens is no limit.
+
+    Keys and values are those of the positions from 0 on; first: the position of the first query.
+    """
     position = jnp.arange(q.shape[1])
-    distance = position[:, None] - position[None, :]
+    if first is not None:
+        position = position + first
+    distance = position[:, None] - jnp.arange(k.shape[1])[None, :]
     mask = None if window is None else (distance < window) | (window == 0)
     if q.dtype == jnp.float64:  # JAX's softmax is in float32 whatever comes in
         causal = distance >= 0 if mask is None else mask & (distance >= 0)
@@ -285,6 +295,8 @@ def attention(
         shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bkgts,bskd->btkgd", shares, v)
     else:
+        if first is not None:
+            mask = (distance >= 0) if mask is None else mask & (distance >= 0)
         mask = None if mask is None else mask[None, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=first is None)
     return out.reshape(*q.shape[:2], -1)

@@ -1,0 +1,155 @@
+"""Decoding: token after token, with the keys and values of those before kept in a cache.
+
+The cache holds what attention reads: keys after RoPE and values, rotated where that is done online,
+and rounded as they enter it. A cache is a pytree, a step is a pure function.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+
+from qrot.model.config import ModelConfig
+from qrot.model.forward import PerLayer, attention, decoder_layer, project, tables
+from qrot.model.params import Params
+from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate
+from qrot.scheme import Scheme, segments
+
+
+@struct.dataclass
+class Cache:
+    """Keys and values of the tokens so far; places from `position` on are empty."""
+
+    keys: Float[Array, "layers batch length kv_heads head_dim"]
+    values: Float[Array, "layers batch length kv_heads head_dim"]
+    position: Int[Array, ""]  # tokens so far, the same for the whole batch
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any = jnp.float32) -> Cache:
+    """A cache with room for `length` tokens; dtype: of the computation."""
+    shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+def decode_step(
+    params: Params,
+    tokens: Int[Array, "batch new"],
+    cache: Cache,
+    config: ModelConfig,
+    *,
+    rotations: Rotations | None = None,
+    scheme: Scheme | None = None,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
+    scales: Scales | None = None,
+) -> tuple[Float[Array, "batch new vocab"], Cache]:
+    """Logits of some more tokens, one or many, and the cache with them in it.
+
+    Arguments and result are as those of `forward`, in the cache's dtype; step by step it comes to
+    the same, except where all tokens share a scale (granularity `tensor`). More tokens than the
+    cache has room for overwrite its last places: make it long enough.
+    """
+    hidden, cache = _decode(params, tokens, cache, config, rotations, scheme, shifts, clips, scales)
+    return project(hidden, params, config, rotations), cache
+
+
+def _decode(params, tokens, cache: Cache, config, rotations, scheme, shifts, clips, scales):
+    """The last layer's output at the new tokens, and the cache with them in it."""
+    rotations, scheme = rotations or Rotations(), scheme or Scheme()
+    dtype, first = cache.keys.dtype, cache.position
+    whole, windows = tables(config, cache.keys.shape[2], dtype)
+    rope = jax.tree.map(
+        lambda table: jax.lax.dynamic_slice_in_dim(table, first, tokens.shape[1]), whole
+    )
+    own = PerLayer(
+        by_layer(rotations), shifts or Shifts(), clips or Clips(), scales or Scales(), windows
+    )
+    inputs = (jnp.arange(config.num_hidden_layers, dtype=first.dtype), params.layers, own)
+    hidden = jnp.take(params.embed, tokens, axis=0).astype(dtype)
+    if rotations.fused:
+        hidden = rotate(hidden, rotations.residual)
+    state = (hidden, cache.keys, cache.values)
+    for start, stop, grids in segments(scheme, config.num_hidden_layers):
+
+        def step(state, inputs, grids=grids):
+            hidden, keys, values = state
+            i, layer, own = inputs
+
+            def attend(q, k, v, window):
+                nonlocal keys, values  # written in place: they are carried through the scan
+                place = jnp.zeros(5, first.dtype).at[0].set(i).at[2].set(first)
+                keys = jax.lax.dynamic_update_slice(keys, k[None], place)
+                values = jax.lax.dynamic_update_slice(values, v[None], place)
+                return attention(q, keys[i], values[i], window, first=first)
+
+            turns = rotations.replace(**own.turns)
+            hidden, _ = decoder_layer(
+                hidden, layer, own, turns, grids, scheme, config, rope, attend=attend
+            )
+            return (hidden, keys, values), None
+
+        part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], inputs)
+        state, _ = jax.lax.scan(step, state, part)
+    hidden, keys, values = state
+    return hidden, Cache(keys, values, first + tokens.shape[1])
+
+
+@partial(jax.jit, static_argnames=("config", "steps", "top_k", "scheme", "dtype"))
+def generate(
+    params: Params,
+    prompt: Int[Array, "batch length"],
+    key: Key[Array, ""],
+    config: ModelConfig,
+    *,
+    steps: int,
+    temperature: float | Float[Array, "..."] = 1.0,
+    top_k: int | None = None,
+    rotations: Rotations | None = None,
+    scheme: Scheme | None = None,
+    shifts: Shifts | None = None,
+    clips: Clips | None = None,
+    scales: Scales | None = None,
+    dtype: Any = None,
+) -> Int[Array, "batch steps"]:
+    """The `steps` tokens that the network writes after a prompt; past any end-of-text, too.
+
+    temperature: what logits are divided by before one is drawn; 0 takes the likeliest token. One
+      number, or an array that broadcasts against [batch, steps].
+    top_k: draw among so many of the likeliest; None among all.
+    dtype: of the computation and the cache; the parameters' own if None. The rest as in `forward`.
+    """
+    batch, length = prompt.shape
+    beside = (config, rotations, scheme, shifts, clips, scales)
+    heat = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch, steps))
+
+    def choose(hidden, heat, key):
+        logits = project(hidden[:, -1:], params, config, rotations)[:, 0].astype(jnp.float32)
+        likeliest = logits.argmax(-1)
+
+        def draw():
+            kept = logits
+            if top_k is not None:
+                least = jax.lax.top_k(logits, min(top_k, config.vocab_size))[0][:, -1:]
+                kept = jnp.where(logits < least, -jnp.inf, logits)
+            drawn = jax.random.categorical(key, kept / jnp.where(heat > 0, heat, 1)[:, None])
+            return jnp.where(heat > 0, drawn, likeliest)
+
+        return jax.lax.cond((heat > 0).any(), draw, lambda: likeliest)
+
+    def step(state, inputs):
+        token, cache = state
+        hidden, cache = _decode(params, token[:, None], cache, *beside)
+        token = choose(hidden, *inputs)
+        return (token, cache), token
+
+    cache = empty_cache(config, batch, length + steps, dtype or params.embed.dtype)
+    hidden, cache = _decode(params, prompt, cache, *beside)
+    keys = jax.random.split(key, steps)
+    token = choose(hidden, heat[:, 0], keys[0])
+    _, more = jax.lax.scan(step, (token, cache), (heat.T[1:], keys[1:]))
+    return jnp.concatenate([token[:, None], more.T], axis=1)
