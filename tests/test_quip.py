@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import without_weights
 from rich.console import Console
-from test_run import CALIBRATION, quiet
-from test_run import config as config  # a fixture
-from test_run import tiny as tiny
+from runs import CALIBRATION, quiet
 
 from qrot.errors import InputError
 from qrot.experiment.run import run

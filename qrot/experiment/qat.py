@@ -35,7 +35,7 @@ def trained_row(
     A row that was killed begins its training again, on the text that was kept.
     """
     rows, settings, model = own_text(inputs), inputs.config.qat, inputs.model
-    seconds = 8 * forward_seconds(model, settings.steps * settings.batch * settings.length)
+    seconds = 2 * forward_seconds(model, settings.steps * settings.batch * settings.length)
     with inputs.stages.stage(f"{name}: training", settings.steps, seconds=seconds) as advance:
         return jax.block_until_ready(
             qat(
@@ -71,7 +71,7 @@ def own_text(inputs: Inputs) -> Int[np.ndarray, "count length"]:
     file = inputs.folder / f"qat-text-{digest}.npy"
     if file.exists():
         return _read(file)
-    seconds = 0.3 * forward_seconds(model, count * settings.length)
+    seconds = forward_seconds(model, count * settings.length)
     with inputs.stages.stage("writing text to train on", count, seconds=seconds) as advance:
         rows = generate_text(
             model.params,
