@@ -70,7 +70,12 @@ ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
     "QuIP": ("no_rotation", ["weight_method=quip", *WHOLE], ("W4A16", "W2A16"), 1),
     "QuIP#": ("no_rotation", ["weight_method=quip_sharp", *WHOLE], ("W4A16", "W2A16"), 1),
     "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed.bits={bits}"], ("W4A16",), 1),
-    "LLM-QAT": ("no_rotation", ["weight_method=qat"], ("W4A8KV8", "W4A4KV4"), 1),
+    "LLM-QAT": (
+        "no_rotation",
+        ["weight_method=qat", "qat.steps=20", "qat.batch=4", "qat.length=256"],
+        ("W4A8KV8",),
+        1,
+    ),
     "Hadamard, RTN": ("random_hadamard", [], ("W8A8", "W4A8KV8", "W4A4KV4"), 3),
     "Hadamard, GPTQ": ("random_hadamard", BY_GPTQ, tuple(SCHEMES)[1:4], 3),
     "QuaRot": ("random_hadamard", [*SYMMETRIC, *BY_GPTQ], ("W4A4KV4",), 3),
