@@ -156,14 +156,15 @@ def warn_of_damping(where: str, damping: float, used: float, method: str = "GPTQ
         )
 
 
-@partial(jax.jit, static_argnames=("grids", "act_order", "block"))
 def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, block: int):
     """`solve` for weights that read one input; (the rounded weights, the damping that it took)."""
     order, root, used = _factor(hessian, damping, act_order)
-    rounded = list(weights)
-    for grid in {g: None for g in grids if g.on}:  # those on one grid are rounded side by side
-        mine = [i for i, other in enumerate(grids) if other == grid]
-        some = [weights[i] for i in mine]
+    rounded, on = list(weights), [i for i, grid in enumerate(grids) if grid.on]
+    # On one grid they are rounded side by side. Where grids differ it is one at a time: a program
+    # for each grid, not for each way to combine them.
+    alike = len({grids[i] for i in on}) == 1
+    for mine in [on] if alike else [[i] for i in on]:
+        some, grid = [weights[i] for i in mine], grids[mine[0]]
         together = _rounded(some, hessian, order, root, grid, block)
         edges = np.cumsum([w.shape[1] for w in some])[:-1]
         for i, part in zip(mine, jnp.split(together, edges, axis=1), strict=True):
@@ -171,6 +172,7 @@ def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, 
     return tuple(rounded), used
 
 
+@partial(jax.jit, static_argnames="act_order")
 def _factor(hessian: Float[Array, "n n"], damping, act_order: bool):
     """(order of the inputs, U in that order, damping used or infinity where none helps)."""
     diagonal = jnp.diagonal(hessian)
@@ -217,6 +219,7 @@ def damped_cholesky(
     return factor, jnp.where(jnp.isfinite(factor).all(), share, jnp.inf)
 
 
+@partial(jax.jit, static_argnames=("grid", "block"))
 def _rounded(
     weights: list[Float[Array, "in _"]],
     hessian: Float[Array, "in in"],
