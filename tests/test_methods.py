@@ -61,9 +61,9 @@ def test_mixed_bits_in_every_row(config, monkeypatch, method):
         judged.append(scheme)
         return logits(*arguments, scheme=scheme, **options)
 
-    def rounding(inputs, name, params, online, scheme):
+    def rounding(inputs, name, fused, scheme):
         schemes.append(scheme)
-        return original(inputs, name, params, online, scheme)
+        return original(inputs, name, fused, scheme)
 
     logits, original = judge.judged_logits, weights.WEIGHT_METHODS[method]
     monkeypatch.setattr(judge, "judged_logits", judged_logits)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import mean_nll
-from qrot.experiment.prepare import Inputs
+from qrot.experiment.prepare import Fused, Inputs
 from qrot.experiment.stages import FUSE, forward_seconds, millions
 from qrot.experiment.weights import rounded
 from qrot.model.forward import forward
@@ -44,7 +44,7 @@ def judge(
         params, smaller = cut(params, model.config, kept)
         model = model.replace(config=smaller)
         inputs = replace(inputs, model=model)
-    params, facts = rounded(inputs, name, params, online, scheme, shifts, clips)
+    params, facts = rounded(inputs, name, Fused(params, online, shifts, clips), scheme)
     logits = partial(
         judged_logits,
         params,

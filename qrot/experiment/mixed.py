@@ -13,12 +13,11 @@ from rich.text import Text
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import spread_windows
-from qrot.experiment.prepare import Inputs
+from qrot.experiment.prepare import Fused, Inputs
 from qrot.experiment.stages import forward_seconds
 from qrot.learn.sensitivity import sensitivity
-from qrot.model.params import PROJECTIONS, Params
+from qrot.model.params import PROJECTIONS
 from qrot.quantize.mixed import Mixed, allocate, bits_per_weight, projection_sizes, with_bits
-from qrot.rotation.rotations import Rotations
 from qrot.scheme import Scheme
 
 _WIDTH = 60  # layers in a line
@@ -29,16 +28,14 @@ def mixed_bits(
     inputs: Inputs,
     settings: Mixed,
     name: str,
-    params: Params,
-    online: Rotations | None,
+    fused: Fused,
     scheme: Scheme,
 ) -> tuple[Scheme, dict[str, Any]]:
     """The scheme with the bits that the budget allows each projection, and what a row tells of it.
 
-    params, online: fused, as they will be rounded. Raises InputError where what is measured is not
-    finite.
+    fused: as it will be rounded. Raises InputError where what is measured is not finite.
     """
-    config, model = inputs.config, inputs.model.config
+    config, model, params = inputs.config, inputs.model.config, fused.params
     began = time.perf_counter()
     rows = spread_windows(inputs.calibration, config.calibration.length, settings.windows)
     grids = tuple(replace(scheme.weights, bits=bits) for bits in settings.choices)
@@ -46,7 +43,7 @@ def mixed_bits(
     parts = 2 * model.num_hidden_layers
     with inputs.stages.stage(f"{name}: sensitivity", parts, seconds=seconds) as advance:
         costs = sensitivity(
-            params, model, rows, grids, rotations=online, batch=config.batch, advance=advance
+            params, model, rows, grids, rotations=fused.online, batch=config.batch, advance=advance
         )
     if not np.isfinite(costs).all():
         raise InputError("mixed: what rounding costs is not finite on the calibration text")

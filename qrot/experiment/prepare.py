@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,24 @@ from qrot.learn.start import check_start
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms
 from qrot.model.load import load
-from qrot.model.params import Model
+from qrot.model.params import Model, Params
 from qrot.model.tokenizer import encode
 from qrot.quantize.quip import check as check_quip
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned, Rotations, Shifts
+from qrot.rotation.rotations import Clips, Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 
 CALIBRATED = {"slicegpt", "smoothquant"}  # methods that go through the calibration windows
+
+
+class Fused(NamedTuple):
+    """A network whose weights hold what is put on it, and what acts beside them."""
+
+    params: Params
+    online: Rotations | None = None
+    shifts: Shifts | None = None
+    clips: Clips | None = None
 
 
 @dataclass(frozen=True)

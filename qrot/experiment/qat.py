@@ -12,24 +12,15 @@ import numpy as np
 from jaxtyping import Int
 
 from qrot.errors import InputError
-from qrot.experiment.prepare import Inputs
+from qrot.experiment.prepare import Fused, Inputs
 from qrot.experiment.results import whole_file
 from qrot.experiment.stages import forward_seconds
 from qrot.learn.qat import LIKELIEST, generate_text, qat
 from qrot.model.params import Params
-from qrot.rotation.rotations import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 
-def trained_row(
-    inputs: Inputs,
-    name: str,
-    params: Params,
-    online: Rotations | None,
-    scheme: Scheme,
-    shifts: Shifts | None,
-    clips: Clips | None,
-) -> Params:
+def trained_row(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
     """Weights trained for the network of this row, and rounded.
 
     A row that was killed begins its training again, on the text that was kept.
@@ -39,13 +30,13 @@ def trained_row(
     with inputs.stages.stage(f"{name}: training", settings.steps, seconds=seconds) as advance:
         return jax.block_until_ready(
             qat(
-                params,
+                fused.params,
                 scheme,
                 model.config,
                 rows,
-                rotations=online,
-                shifts=shifts,
-                clips=clips,
+                rotations=fused.online,
+                shifts=fused.shifts,
+                clips=fused.clips,
                 settings=settings,
                 advance=lambda loss: advance(note=f"loss {loss:.4g}"),
             )

@@ -1,8 +1,7 @@
 """How the weights of a row are rounded.
 
-A new way is a function (inputs, name of the row, parameters with rotations fused, what is left
-online, scheme) -> parameters, a line in WEIGHT_METHODS, and its name in `qrot.experiment.config`.
-One that runs the quantised network is told its shifts and clip ratios as well, and is in TRAINED.
+A new way is a function (inputs, name of the row, fused network, scheme) -> parameters, a line in
+WEIGHT_METHODS, and its name in `qrot.experiment.config`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 
 from qrot.experiment.mixed import mixed_bits
-from qrot.experiment.prepare import Inputs
+from qrot.experiment.prepare import Fused, Inputs
 from qrot.experiment.qat import trained_row
 from qrot.experiment.stages import ROUND, forward_seconds, millions
 from qrot.model.params import Params
@@ -22,30 +21,20 @@ from qrot.quantize.awq import awq
 from qrot.quantize.gptq import gptq
 from qrot.quantize.quip import quip, quip_sharp
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 
 def rounded(
-    inputs: Inputs,
-    name: str,
-    params: Params,
-    online: Rotations | None,
-    scheme: Scheme,
-    shifts: Shifts | None = None,
-    clips: Clips | None = None,
+    inputs: Inputs, name: str, fused: Fused, scheme: Scheme
 ) -> tuple[Params, dict[str, Any]]:
     """Weights on their grids by the run's method, and what a row tells of it."""
     if not scheme.rounds_weights:
-        return params, {}
+        return fused.params, {}
     facts = {}
     if (mixed := inputs.config.mixed) is not None:
-        scheme, facts = mixed_bits(inputs, mixed, name, params, online, scheme)
+        scheme, facts = mixed_bits(inputs, mixed, name, fused, scheme)
     method, began = inputs.config.weight_method, time.perf_counter()
-    if method in TRAINED:
-        params = TRAINED[method](inputs, name, params, online, scheme, shifts, clips)
-    else:
-        params = WEIGHT_METHODS[method](inputs, name, params, online, scheme)
+    params = WEIGHT_METHODS[method](inputs, name, fused, scheme)
     jax.block_until_ready(params)
     if method != "rtn":
         facts |= {"weight_method": method, "weight_seconds": time.perf_counter() - began}
@@ -54,30 +43,30 @@ def rounded(
     return params, facts
 
 
-def _rtn(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+def _rtn(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
     with inputs.stages.stage(f"{name}: rounding weights", seconds=ROUND * millions(inputs.model)):
-        return jax.block_until_ready(rtn(params, scheme))
+        return jax.block_until_ready(rtn(fused.params, scheme))
 
 
-def _gptq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
-    return _by_layer(inputs, f"{name}: GPTQ", gptq, params, online, scheme, inputs.config.gptq)
+def _gptq(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: GPTQ", gptq, fused, scheme, inputs.config.gptq)
 
 
-def _awq(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
-    return _by_layer(inputs, f"{name}: AWQ", awq, params, online, scheme, inputs.config.awq)
+def _awq(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: AWQ", awq, fused, scheme, inputs.config.awq)
 
 
-def _quip(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
-    return _by_layer(inputs, f"{name}: QuIP", quip, params, online, scheme, inputs.config.quip)
+def _quip(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
+    return _by_layer(inputs, f"{name}: QuIP", quip, fused, scheme, inputs.config.quip)
 
 
-def _quip_sharp(inputs: Inputs, name: str, params: Params, online, scheme: Scheme) -> Params:
+def _quip_sharp(inputs: Inputs, name: str, fused: Fused, scheme: Scheme) -> Params:
     settings = inputs.config.quip
-    return _by_layer(inputs, f"{name}: QuIP#", quip_sharp, params, online, scheme, settings)
+    return _by_layer(inputs, f"{name}: QuIP#", quip_sharp, fused, scheme, settings)
 
 
 def _by_layer(
-    inputs: Inputs, stage: str, method: Callable, params: Params, online, scheme: Scheme, settings
+    inputs: Inputs, stage: str, method: Callable, fused: Fused, scheme: Scheme, settings
 ) -> Params:
     """A method that goes through the layers with the calibration windows."""
     rows, config = inputs.calibration_rows, inputs.model.config
@@ -85,11 +74,11 @@ def _by_layer(
     with inputs.stages.stage(stage, config.num_hidden_layers, seconds=seconds) as advance:
         return jax.block_until_ready(
             method(
-                params,
+                fused.params,
                 scheme,
                 config,
                 rows,
-                rotations=online,
+                rotations=fused.online,
                 settings=settings,
                 batch=inputs.config.batch,
                 advance=advance,
@@ -97,13 +86,11 @@ def _by_layer(
         )
 
 
-WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Params, Any, Scheme], Params]] = {
+WEIGHT_METHODS: dict[str, Callable[[Inputs, str, Fused, Scheme], Params]] = {
     "rtn": _rtn,
     "gptq": _gptq,
     "awq": _awq,
     "quip": _quip,
     "quip_sharp": _quip_sharp,
-}
-TRAINED: dict[str, Callable[[Inputs, str, Params, Any, Scheme, Any, Any], Params]] = {
     "qat": trained_row,
 }
