@@ -11,11 +11,11 @@ demo: $(VENV)/installed $(VENV)/model
 
 # The whole suite, with PyTorch as an oracle.
 test: $(VENV)/dev $(VENV)/model
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 # The suite without PyTorch: make test-core PYTHON=python3.13 VENV=.venv-313
 test-core: $(CORE)/core $(CORE)/model
-	$(CORE)/bin/python -m pytest
+	$(CORE)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
