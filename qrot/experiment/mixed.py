@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -70,14 +71,14 @@ def as_text(bits: Int[np.ndarray, "layers projections"]) -> dict[str, str]:
     }
 
 
-def bits_maps(results: dict[str, Any]) -> list[Table]:
+def bits_maps(results: dict[str, Any]) -> list[Group]:
     """For a terminal: a picture of the bits of each row that has mixed ones, a layer a column."""
     return [
         drawn for row in results["rows"] if "mixed" in row for drawn in _maps(row, row["mixed"])
     ]
 
 
-def _maps(row: dict[str, Any], mixed: dict[str, Any]) -> list[Table]:
+def _maps(row: dict[str, Any], mixed: dict[str, Any]) -> list[Group]:
     bits = {name: text.split() for name, text in mixed["bits"].items()}
     layers = len(bits[PROJECTIONS[0]])
     names = sorted({b for column in bits.values() for b in column}, key=int)
@@ -89,12 +90,12 @@ def _maps(row: dict[str, Any], mixed: dict[str, Any]) -> list[Table]:
     for start in range(0, layers, _WIDTH // width):
         stop = min(start + _WIDTH // width, layers)
         title = f"{name}: bits of the weights in layers {start} to {stop - 1}"
-        drawn = Table(title=title, title_style="", box=None, show_header=False, pad_edge=False)
+        drawn = Table(box=None, show_header=False, pad_edge=False)
         for projection, column in bits.items():
             cells = [
                 (b.rjust(width), f"black on {colours.get(b, _COLOURS[-1])}")
                 for b in column[start:stop]
             ]
             drawn.add_row(projection, Text.assemble(*cells))
-        maps.append(drawn)
+        maps.append(Group(title, drawn))  # a title of the table's own would wrap at its width
     return maps
