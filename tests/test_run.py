@@ -14,7 +14,7 @@ from runs import CALIBRATION, CHEAP, METHODS, WORDS, quiet
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment import results
+from qrot.experiment import methods, results
 from qrot.experiment import run as module
 from qrot.experiment.config import read_config
 from qrot.experiment.data import Data, read_texts
@@ -238,14 +238,14 @@ def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
 
     config = replace(config, methods=("no_rotation", "learned"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "learn", learn)
+        patch.setattr(methods, "learn", learn)
         with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)"):
             run(config, quiet())
     assert {path.name for path in Path(config.out).iterdir()} == {"config.yaml", "results.json"}
 
 
 def test_faults_of_qrot_keep_their_traceback(config, monkeypatch):
-    monkeypatch.setattr(module, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "judge", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(config, quiet())
 
