@@ -143,6 +143,11 @@ def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
     return runs
 
 
+def layer_schemes(scheme: Scheme, layers: int) -> list[LayerScheme]:
+    """The grids of each layer. Raises InputError as `segments` does."""
+    return [grids for a, b, grids in segments(scheme, layers) for _ in range(a, b)]
+
+
 def grids_by_layer(scheme: Scheme, layers: int) -> list[tuple[int, int, dict[str, dict[str, Any]]]]:
     """The grids of activations and cache in plain values: (start, stop, {site: grid}) for runs of
     layers, so that a reader of a file need not know what an override is."""

@@ -3,7 +3,7 @@
 python experiments/baselines/run.py DIR [--out runs/baselines] [--only NAME ...]
 
 DIR holds WikiText-2's raw files. Each cell is a `qrot run` of its own; what is done is not done
-again, and the table is printed after every cell.
+again. The table is kept after every cell and printed at the end.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def sliced(out: Path) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and print the tables after every cell."""
+    """Run what is missing, keep the table after every cell, print both at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", help="the folder with wiki.train*.raw and wiki.test.raw")
     parser.add_argument("--out", type=Path, default=Path("runs/baselines"))

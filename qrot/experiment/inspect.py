@@ -20,7 +20,7 @@ from qrot.model.fuse import fuse
 from qrot.model.params import PROJECTIONS, Model, Params
 from qrot.rotation.rotations import Learned, Rotations, by_layer, rotate
 from qrot.rotation.sites import layer_sites
-from qrot.scheme import Scheme, segments
+from qrot.scheme import Scheme, layer_schemes
 
 SITES = ("qkv", "keys", "values", "o", "gate_up", "down")
 _TOP = 3  # channels and tokens that are named
@@ -50,10 +50,8 @@ def inspect(
     advance()
     found = {"sites": {"residual": _residual(model, rows, learned)}}
     advance()
-    grids = [g for start, stop, g in segments(scheme, config.num_hidden_layers)
-             for _ in range(start, stop)]  # fmt: skip
     for site in SITES:
-        each = [getattr(g, site) for g in grids]
+        each = [getattr(grids, site) for grids in layer_schemes(scheme, config.num_hidden_layers)]
         pairs = (_site(site, captured, state, config, each) for state in (plain, learned))
         found["sites"][site] = _paired(*pairs)
         advance()

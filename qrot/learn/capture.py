@@ -16,10 +16,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from qrot.model.config import ModelConfig
-from qrot.model.forward import PerLayer, decoder_layer, project, tables
+from qrot.model.forward import PerLayer, plain_layer, project
 from qrot.model.params import Layers, Model, Params
 from qrot.rotation.rotations import Rotations, Shifts
-from qrot.scheme import Scheme, layer_scheme
 
 STORED = jnp.bfloat16  # half the memory; a hundredth of the error of a 4-bit grid
 
@@ -133,12 +132,8 @@ def _layer(params: Params, config: ModelConfig, i: int) -> tuple[Layers, Any]:
 
 
 def _run(h, layer, window, taps, config: ModelConfig, nudges=None):
-    plain = Scheme()
     own = PerLayer(window=window, nudges=nudges)
-    rope, _ = tables(config, h.shape[1], h.dtype)
-    return decoder_layer(
-        h, layer, own, Rotations(), layer_scheme(plain, 0), plain, config, rope, taps
-    )
+    return plain_layer(h, layer, own, Rotations(), config, taps=taps)
 
 
 @partial(jax.jit, static_argnums=4)

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from qrot.grid import Grid
 from qrot.learn.capture import loss_gradient
 from qrot.model.config import ModelConfig
-from qrot.model.forward import PerLayer, decoder_layer, tables
+from qrot.model.forward import PerLayer, plain_layer
 from qrot.model.params import PROJECTIONS, Layers, Params
 from qrot.quantize.rtn import round_weight
 from qrot.rotation.rotations import Rotations, by_layer
-from qrot.scheme import READERS, Scheme, layer_scheme
+from qrot.scheme import READERS
 
 # Measured on SmolLM2, see docs/methods/mixed.md.
 RUN = 32
@@ -88,11 +88,7 @@ def sensitivity(
 
 
 def _run(layer: Layers, own: PerLayer, rotations: Rotations, h, config: ModelConfig, observe):
-    plain = Scheme()
-    rope, _ = tables(config, h.shape[1], h.dtype)
-    turned = rotations.replace(**own.turns)
-    grids = layer_scheme(plain, 0)
-    return decoder_layer(h, layer, own, turned, grids, plain, config, rope, observe=observe)[0]
+    return plain_layer(h, layer, own, rotations, config, observe=observe)[0]
 
 
 @partial(jax.jit, static_argnames="config")

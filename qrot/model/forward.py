@@ -20,7 +20,7 @@ from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.params import Layers, Linear, Params
 from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate, unrotate
 from qrot.rotation.sites import layer_sites
-from qrot.scheme import LayerScheme, Scheme, segments
+from qrot.scheme import LayerScheme, Scheme, layer_scheme, segments
 
 
 @struct.dataclass
@@ -225,6 +225,21 @@ def decoder_layer(
         x = round_trip("down", x)
     observe("down", x)
     return h + linear(x, layer.down), seen
+
+
+def plain_layer(
+    h: Float[Array, "batch length hidden"],
+    layer: Layers,
+    own: PerLayer,
+    rotations: Rotations,
+    config: ModelConfig,
+    **options: Any,
+) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
+    """`decoder_layer` with nothing rounded. rotations: the turns of `own` take their places."""
+    plain = Scheme()
+    rope, _ = tables(config, h.shape[1], h.dtype)
+    turned, grids = rotations.replace(**own.turns), layer_scheme(plain, 0)
+    return decoder_layer(h, layer, own, turned, grids, plain, config, rope, **options)
 
 
 def linear(x: Float[Array, "*batch in"], layer: Linear) -> Float[Array, "*batch out"]:

@@ -26,6 +26,7 @@ from qrot.quantize.layer_by_layer import (
     layer_by_layer,
     rounded_sites,
     weight_grids,
+    with_weights,
 )
 from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.rotations import Rotations
@@ -99,10 +100,8 @@ def round_layer(
     """
     for site, here in seen.items():
         names = READERS[site]
-        linears = {n: getattr(layer, n) for n in names}
-        weights = tuple(linear.weight for linear in linears.values())
         weights, used = _solve(
-            weights,
+            tuple(getattr(layer, n).weight for n in names),
             here.hessian,
             tuple(grids[n] for n in names),
             settings.damping,
@@ -110,8 +109,7 @@ def round_layer(
             BLOCK,
         )
         warn_of_damping(f"{site} in {name}", settings.damping, float(used))
-        pairs = zip(linears.items(), weights, strict=True)
-        layer = layer.replace(**{n: linear.replace(weight=w) for (n, linear), w in pairs})
+        layer = with_weights(layer, dict(zip(names, weights, strict=True)))
     return layer
 
 

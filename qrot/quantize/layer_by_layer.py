@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.model.config import ModelConfig
-from qrot.model.forward import PerLayer, decoder_layer, tables
+from qrot.model.forward import PerLayer, plain_layer
 from qrot.model.params import Layers, Params
 from qrot.rotation.rotations import Rotations, by_layer
-from qrot.scheme import READERS, Scheme, layer_scheme, segments
+from qrot.scheme import READERS, Scheme, layer_schemes
 
 EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16
 
@@ -103,11 +103,12 @@ def layer_by_layer(
 
 def weight_grids(scheme: Scheme, layers: int) -> list[dict[str, Grid]]:
     """Of each layer the grids of its weights, by projection."""
-    return [
-        dict(grids.weights)
-        for start, stop, grids in segments(scheme, layers)
-        for _ in range(start, stop)
-    ]
+    return [dict(grids.weights) for grids in layer_schemes(scheme, layers)]
+
+
+def with_weights(layer: Layers, weights: dict[str, Array]) -> Layers:
+    """The layer with other weights in some of its projections."""
+    return layer.replace(**{n: getattr(layer, n).replace(weight=w) for n, w in weights.items()})
 
 
 def rounded_sites(grids: Sequence[dict[str, Grid]]) -> list[tuple[str, ...]]:
@@ -136,19 +137,8 @@ def _run(
             size = jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
             seen[site] = Seen(_hessian(x) if hessians else None, size.max(0), size.sum(0))
 
-    plain = Scheme()
-    rope, _ = tables(config, h.shape[1], h.dtype)
-    out, _ = decoder_layer(
-        h,
-        layer,
-        PerLayer(window=window),
-        rotations.replace(**turns),
-        layer_scheme(plain, 0),
-        plain,
-        config,
-        rope,
-        observe=observe,
-    )
+    own = PerLayer(turns, window=window)
+    out, _ = plain_layer(h, layer, own, rotations, config, observe=observe)
     return seen if sites else out
 
 

@@ -21,7 +21,13 @@ from qrot.model.config import ModelConfig
 from qrot.model.params import PROJECTIONS, Layers, Params
 from qrot.quantize.gptq import warn_of_damping
 from qrot.quantize.lattice import SCALES, SIZE, round_vectors
-from qrot.quantize.layer_by_layer import Seen, layer_by_layer, rounded_sites, weight_grids
+from qrot.quantize.layer_by_layer import (
+    Seen,
+    layer_by_layer,
+    rounded_sites,
+    weight_grids,
+    with_weights,
+)
 from qrot.quantize.ldlq import block_ldl, ldlq
 from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.rotations import Hadamard, Rotations, rotate, unrotate
@@ -78,9 +84,8 @@ def quip(
         into, out = layer_turns(layer, settings.seed, i)
         for site, here in seen.items():
             names = READERS[site]
-            linears = {n: getattr(layer, n) for n in names}
             weights, used = solve(
-                tuple(linear.weight for linear in linears.values()),
+                tuple(getattr(layer, n).weight for n in names),
                 here.hessian,
                 tuple(grids[i][n] for n in names),
                 into[site],
@@ -90,8 +95,7 @@ def quip(
             )
             method = "QuIP#" if lattice else "QuIP"
             warn_of_damping(f"{site} in layer {i}", settings.damping, float(used), method)
-            pairs = zip(linears.items(), weights, strict=True)
-            layer = layer.replace(**{n: linear.replace(weight=w) for (n, linear), w in pairs})
+            layer = with_weights(layer, dict(zip(names, weights, strict=True)))
         return layer
 
     return layer_by_layer(
