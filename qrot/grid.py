@@ -13,7 +13,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int8
 
 from qrot.errors import InputError
 
@@ -110,6 +111,65 @@ def fake_quantise(
     clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
     grouped, axes = _sharing(x, grid, axis % x.ndim)
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
+
+
+@struct.dataclass
+class Quantised:
+    """Integers of at most 8 bits that stand for values: value ~ (codes - zero) * scale + shift.
+
+    codes: as wide as the grid, signed: those of an asymmetric grid are q - 2^(b-1), and so is zero.
+    scale, zero: the shape of codes, but for the axes that share them, which are 1, or the number of
+      groups. zero is None on a symmetric grid; shift is None for none.
+    """
+
+    codes: Int8[Array, "..."]
+    scale: Float[Array, "..."]
+    zero: Int8[Array, "..."] | None = None
+    shift: Float[Array, "..."] | None = None
+
+
+def quantise(
+    x: Float[Array, "..."],
+    grid: Grid,
+    *,
+    axis: int = -1,
+    clip: Float[Array, "..."] | float | None = None,
+) -> Quantised:
+    """The integers whose values `fake_quantise` returns, to the last bit. Arguments as there.
+
+    Raises ValueError where the grid is wider than 8 bits or has a threshold; InputError where a
+    group does not divide the axis.
+    """
+    if grid.bits > 8 or grid.threshold:
+        raise ValueError(
+            f"a grid of {grid.bits} bits with threshold {grid.threshold} is no integer"
+        )
+    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
+    axis = axis % x.ndim
+    grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis)
+    scale, zero = scale_and_zero(grouped, clip, grid, axes)
+    codes, half = nearest(grouped, scale, zero, grid), 2 ** (grid.bits - 1)
+    if zero is not None:
+        zero = zero - half
+        codes = codes + zero
+    if grid.group is not None:
+        scale, zero = jax.tree.map(lambda s: s.squeeze(axis + 1), (scale, zero))
+    codes, zero = jax.tree.map(lambda q: q.astype(jnp.int8), (codes.reshape(x.shape), zero))
+    return Quantised(codes, scale, zero)
+
+
+def dequantise(x: Quantised, *, axis: int = -1) -> Float[Array, "..."]:
+    """The values that integers stand for. axis: the one that groups run along."""
+    groups, n = x.scale.shape[axis], x.codes.shape[axis]
+
+    def each(s):
+        return jnp.repeat(s, n // groups, axis) if 1 < groups < n else s
+
+    steps = x.codes.astype(x.scale.dtype)
+    if x.zero is not None:
+        steps = steps - each(x.zero).astype(x.scale.dtype)
+    values = steps * each(x.scale)
+    return values if x.shift is None else values + x.shift.astype(values.dtype)
 
 
 def expected_error(

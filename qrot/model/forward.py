@@ -15,12 +15,14 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qrot.grid import fake_quantise
+from qrot.grid import fake_quantise, quantise
+from qrot.kernels.attention import attention
 from qrot.model.config import ModelConfig, RopeScaling
-from qrot.model.params import Layers, Linear, Params
+from qrot.model.packed import in_integers, linear
+from qrot.model.params import Layers, PackedLinear, Params
 from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate, unrotate
 from qrot.rotation.sites import layer_sites
-from qrot.scheme import LayerScheme, Scheme, layer_scheme, segments
+from qrot.scheme import READERS, LayerScheme, Scheme, layer_scheme, segments
 
 
 @struct.dataclass
@@ -161,17 +163,22 @@ def decoder_layer(
     rope: tuple[Array, Array],
     taps: Int[Array, " taps"] | None = None,
     observe: Callable[[str, Array], None] = lambda site, x: None,
-    attend: Callable[[Array, Array, Array, Any], Array] | None = None,
+    attend: Callable[[Array, Any, Any, Any], Array] | None = None,
+    kept: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
     """One layer (no `layers` axis anywhere): hidden states in and out, and its tapped sites.
 
     observe: told, for each of qkv, o, gate_up and down, what its weights read.
     attend: instead of `attention`, given the same: queries, keys and values as they enter a cache,
-      and the window.
+      and the window. kept: which of keys and values it is given as integers.
+    Inputs of packed weights are rounded to integers where their grid allows.
     """
     eps, seen = config.rms_norm_eps, {}
     # What is fused is not turned again; what is turned here is turned back after rounding.
     sites = layer_sites(rotations, own.scales, config.head_dim)
+    integers = {*kept, *_integer_sites(layer, grids)}
+    if integers and not rotations.fused:
+        raise ValueError("what is turned back after rounding is no integer: fuse first")
 
     def heads(x):
         return x.reshape(*x.shape[:-1], -1, config.head_dim)
@@ -183,48 +190,63 @@ def decoder_layer(
         seen[name] = flat[taps]
         return x if own.nudges is None else flat.at[taps].add(own.nudges[name]).reshape(x.shape)
 
-    def quantise(name: str, x):
-        """Round what is in the site's basis already."""
+    def rounded(name: str, x) -> Any:
+        """What is in the site's basis already, on its grid."""
         grid, clip = getattr(grids, name), getattr(own.clips, name)
         shift = getattr(own.shifts, name, None)
+        if name in integers:
+            moved = x if shift is None else x - shift.astype(x.dtype)
+            return quantise(moved, grid, clip=clip).replace(shift=shift)
         if shift is None:
             return fake_quantise(x, grid, clip=clip, scale_gradient=scheme.scale_gradient)
         shift = shift.astype(x.dtype)
         if not rotations.fused:  # fused shifts are in that basis, too
             shift = sites[name].go(shift)
-        rounded = fake_quantise(x - shift, grid, clip=clip, scale_gradient=scheme.scale_gradient)
-        return rounded + shift
+        moved = fake_quantise(x - shift, grid, clip=clip, scale_gradient=scheme.scale_gradient)
+        return moved + shift
 
     def round_trip(name: str, x):
         site = sites[name]
-        return site.back(quantise(name, site.go(x))) if getattr(grids, name).on else x
+        if name in integers:
+            return rounded(name, x)
+        return site.back(rounded(name, site.go(x))) if getattr(grids, name).on else x
 
     x = round_trip("qkv", tap("qkv", rms_norm(h, layer.attention_norm, eps)))
     observe("qkv", x)
-    q, k, v = (heads(linear(x, weight)) for weight in (layer.q, layer.k, layer.v))
+    q, k, v = (heads(linear(x, weight, h.dtype)) for weight in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
     q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = tap("keys", k, 2), tap("values", v, 2)
     if grids.keys.on:
-        q, k = sites["keys"].dual(q), quantise("keys", sites["keys"].go(k))
-    v = quantise("values", sites["values"].go(v))
+        q, k = sites["keys"].dual(q), rounded("keys", sites["keys"].go(k))
+    v = rounded("values", sites["values"].go(v))
     x = (attend or attention)(q, k, v, own.window)  # in the basis of the values
     if taps is not None:
         x = sites["o"].go(tap("o", sites["o"].back(x)))
-    x = sites["o"].back(quantise("o", x))
+    x = rounded("o", x) if "o" in integers else sites["o"].back(rounded("o", x))
     observe("o", x)
-    h = h + linear(x, layer.o)
+    h = h + linear(x, layer.o, h.dtype)
 
     x = round_trip("gate_up", tap("gate_up", rms_norm(h, layer.mlp_norm, eps)))
     observe("gate_up", x)
-    x = tap("down", jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up))
+    x = tap("down", jax.nn.silu(linear(x, layer.gate, h.dtype)) * linear(x, layer.up, h.dtype))
     if rotations.fused:  # the weights hold the way back
-        x = quantise("down", sites["down"].go(x))
+        x = rounded("down", sites["down"].go(x))
     else:
         x = round_trip("down", x)
     observe("down", x)
-    return h + linear(x, layer.down), seen
+    return h + linear(x, layer.down, h.dtype), seen
+
+
+def _integer_sites(layer: Layers, grids: LayerScheme) -> list[str]:
+    """The sites that packed weights read and whose grid makes integers."""
+    return [
+        site
+        for site, readers in READERS.items()
+        if in_integers(getattr(grids, site))
+        and any(isinstance(getattr(layer, name), PackedLinear) for name in readers)
+    ]
 
 
 def plain_layer(
@@ -240,12 +262,6 @@ def plain_layer(
     rope, _ = tables(config, h.shape[1], h.dtype)
     turned, grids = rotations.replace(**own.turns), layer_scheme(plain, 0)
     return decoder_layer(h, layer, own, turned, grids, plain, config, rope, **options)
-
-
-def linear(x: Float[Array, "*batch in"], layer: Linear) -> Float[Array, "*batch out"]:
-    """x W + b, in x's dtype."""
-    y = x @ layer.weight.astype(x.dtype)
-    return y if layer.bias is None else y + layer.bias.astype(x.dtype)
 
 
 def rms_norm(
@@ -284,34 +300,3 @@ def apply_rope(
     cos, sin = (table[:, None, :].astype(x.dtype) for table in rope)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attention(
-    q: Float[Array, "batch length heads head_dim"],
-    k: Float[Array, "batch before kv_heads head_dim"],
-    v: Float[Array, "batch before kv_heads head_dim"],
-    window: Int[Array, ""] | None = None,
-    *,
-    first: Int[Array, ""] | None = None,
-) -> Float[Array, "batch length features"]:
-    """Causal softmax attention with grouped heads; a window of 0 tokens is no limit.
-
-    Keys and values are those of the positions from 0 on; first: the position of the first query.
-    """
-    position = jnp.arange(q.shape[1])
-    if first is not None:
-        position = position + first
-    distance = position[:, None] - jnp.arange(k.shape[1])[None, :]
-    mask = None if window is None else (distance < window) | (window == 0)
-    if q.dtype == jnp.float64:  # JAX's softmax is in float32 whatever comes in
-        causal = distance >= 0 if mask is None else mask & (distance >= 0)
-        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) / np.sqrt(q.shape[3])
-        shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        out = jnp.einsum("bkgts,bskd->btkgd", shares, v)
-    else:
-        if first is not None:
-            mask = (distance >= 0) if mask is None else mask & (distance >= 0)
-        mask = None if mask is None else mask[None, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=first is None)
-    return out.reshape(*q.shape[:2], -1)

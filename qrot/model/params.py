@@ -22,18 +22,40 @@ class Linear:
 
 
 @struct.dataclass
+class PackedLinear:
+    """y = x W + b with W = codes * scale; every leaf may have a leading `layers` axis.
+
+    codes: [groups, rows, out] int8, rows the inputs of a group, or half as many, two 4-bit codes a
+      byte (`pack_int4`), as `bits` says. scale: [groups, out].
+    sums: [groups, out], of a group's codes, for activations with a zero point that is not taken off
+      before the product (8 bits); or None.
+    shifted: [out], what the constant shift of the activations comes to: mu W; or None.
+    """
+
+    codes: Any
+    scale: Any
+    sums: Any = None
+    shifted: Any = None
+    bias: Any = None
+    bits: int = struct.field(pytree_node=False, default=4)
+
+
+@struct.dataclass
 class Layers:
-    """All decoder layers, stacked: every leaf has a leading `layers` axis."""
+    """All decoder layers, stacked: every leaf has a leading `layers` axis.
+
+    q to down are each a `Linear`, with weights of the shape given, or a `PackedLinear`.
+    """
 
     attention_norm: Any  # [layers, hidden], the scale of the norm before q, k, v
-    q: Linear  # [layers, hidden, heads * head_dim]
-    k: Linear  # [layers, hidden, kv_heads * head_dim]
-    v: Linear  # [layers, hidden, kv_heads * head_dim]
-    o: Linear  # [layers, heads * head_dim, hidden]
+    q: Any  # [layers, hidden, heads * head_dim]
+    k: Any  # [layers, hidden, kv_heads * head_dim]
+    v: Any  # [layers, hidden, kv_heads * head_dim]
+    o: Any  # [layers, heads * head_dim, hidden]
     mlp_norm: Any  # [layers, hidden], the scale of the norm before gate, up
-    gate: Linear  # [layers, hidden, intermediate]
-    up: Linear  # [layers, hidden, intermediate]
-    down: Linear  # [layers, intermediate, hidden]
+    gate: Any  # [layers, hidden, intermediate]
+    up: Any  # [layers, hidden, intermediate]
+    down: Any  # [layers, intermediate, hidden]
     q_norm: Any = None  # [layers, head_dim], only where the architecture norms q and k per head
     k_norm: Any = None  # [layers, head_dim]
 

@@ -1,0 +1,98 @@
+"""A cache of keys or values in integers: how one enters, and how attention reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, Int8
+
+from qrot.errors import InputError
+from qrot.grid import Grid, Quantised, dequantise
+from qrot.kernels.attention import attention
+from qrot.kernels.pack import pack_int4, unpack_int4
+
+
+@struct.dataclass
+class PackedHeads:
+    """Keys or values of some tokens: value ~ (codes - zero) * scale.
+
+    codes: [..., length, kv_heads, head_dim], or half of head_dim, two 4-bit codes a byte
+      (`pack_int4`). scale, zero: [..., length, kv_heads or 1, groups]; zero None where symmetric.
+    """
+
+    codes: Int8[Array, "*batch length kv_heads width"]
+    scale: Float[Array, "*batch length scales groups"]
+    zero: Int8[Array, "*batch length scales groups"] | None
+    bits: int = struct.field(pytree_node=False)
+
+
+def fits(grid: Grid) -> bool:
+    """Whether keys or values on this grid can be kept as integers, token by token."""
+    return grid.bits <= 8 and grid.granularity != "tensor"
+
+
+def empty_heads(shape: tuple[int, ...], grid: Grid, dtype: Any = jnp.float32) -> PackedHeads:
+    """Room for keys or values of shape [..., length, kv_heads, head_dim] on a grid that `fits`.
+
+    dtype: of the scales. Raises InputError where a group does not divide head_dim.
+    """
+    *batch, heads, width = shape
+    groups = 1 if grid.group is None else width // grid.group
+    if grid.group is not None and width % grid.group:
+        raise InputError(f"group: {grid.group} does not divide {width}")
+    scales = (*batch, 1 if grid.granularity == "token" else heads, groups)
+    zero = jnp.zeros(scales, jnp.int8) if grid.kind == "asymmetric" else None
+    codes = jnp.zeros((*shape[:-1], width // 2 if grid.bits <= 4 else width), jnp.int8)
+    return PackedHeads(codes, jnp.ones(scales, dtype), zero, grid.bits)
+
+
+def pack_heads(new: Quantised, bits: int) -> PackedHeads:
+    """Codes [..., length, kv_heads, head_dim] as a cache holds them."""
+    codes = pack_int4(new.codes) if bits <= 4 else new.codes
+    return PackedHeads(codes, new.scale, new.zero, bits)
+
+
+def unpack_heads(packed: PackedHeads) -> Float[Array, "*batch length kv_heads head_dim"]:
+    """The values that a cache stands for."""
+    codes = unpack_int4(packed.codes) if packed.bits <= 4 else packed.codes
+    return dequantise(Quantised(codes, packed.scale, packed.zero))
+
+
+def append(cache: PackedHeads, new: Quantised, place: tuple[Any, ...]) -> PackedHeads:
+    """The cache with some tokens more, written in place under `jit`.
+
+    new: [..., tokens, kv_heads, head_dim]. place: where its first token goes, one index for each
+    axis of the cache before kv_heads; axes of the cache that `new` lacks are its first.
+    """
+    at = tuple(jnp.asarray(i, jnp.int32) for i in (*place, 0, 0))
+
+    def write(whole, part):
+        part = part.reshape((1,) * (whole.ndim - part.ndim) + part.shape)
+        return jax.lax.dynamic_update_slice(whole, part, at)
+
+    return jax.tree.map(write, cache, pack_heads(new, cache.bits))
+
+
+def attend(
+    q: Float[Array, "batch new heads head_dim"],
+    keys: PackedHeads | Float[Array, "batch length kv_heads head_dim"],
+    values: PackedHeads | Float[Array, "batch length kv_heads head_dim"],
+    window: Int[Array, ""] | None = None,
+    *,
+    first: Int[Array, ""],
+    implementation: str | None = None,
+) -> Float[Array, "batch new features"]:
+    """`attention` of new tokens, the first at position `first`, to a packed cache with them in it.
+
+    Either may be unpacked. Raises InputError where the implementation is not there for this.
+    """
+    if implementation not in (None, "xla"):
+        raise InputError(f"implementation={implementation!r} of kv4 is not available; use 'xla'")
+
+    def read(x):
+        return unpack_heads(x).astype(q.dtype) if isinstance(x, PackedHeads) else x
+
+    return attention(q, read(keys), read(values), window, first=first)

@@ -1,0 +1,85 @@
+"""Products of quantised activations with quantised weights.
+
+A weight is [groups, rows, out]: `groups` runs of inputs, each with a scale for every output. On 8
+bits rows are the inputs of a group, on 4 bits half as many (`pack_int4` along rows).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8, Int32
+
+from qrot.errors import InputError
+from qrot.grid import Quantised
+from qrot.kernels.pack import unpack_int4
+
+
+def int8_matmul(
+    x: Quantised | Float[Array, "tokens in"],
+    weight: Int8[Array, "groups size out"],
+    scale: Float[Array, "groups out"],
+    sums: Int32[Array, "groups out"] | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    implementation: str | None = None,
+) -> Float[Array, "tokens out"]:
+    """x W, W the 8-bit weight times its scales, accumulated in integers within a group.
+
+    x: codes [tokens, in] with scale [tokens, 1] (or [1, 1]), times which and the weight's scale the
+      integers are multiplied at last; a zero [tokens, 1] needs `sums`, of the weight's codes over
+      a group's inputs: x W = s (q W - zero sums). Or x is not quantised, then the weight is
+      widened.
+    Raises InputError where x has groups, or the implementation is not there for this.
+    """
+    _check(implementation, "int8_matmul")
+    return _product(x, weight, scale, sums, dtype)
+
+
+def int4_matmul(
+    x: Quantised | Float[Array, "tokens in"],
+    weight: Int8[Array, "groups half out"],
+    scale: Float[Array, "groups out"],
+    sums: Int32[Array, "groups out"] | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    implementation: str | None = None,
+) -> Float[Array, "tokens out"]:
+    """x W as `int8_matmul`, for a packed 4-bit weight and x of 4 or 8 bits, or not quantised."""
+    _check(implementation, "int4_matmul")
+    return _product(x, unpack_int4(weight, axis=1), scale, sums, dtype)
+
+
+def _check(implementation: str | None, name: str) -> None:
+    if implementation not in (None, "xla"):
+        raise InputError(f"implementation={implementation!r} of {name} is not available; use 'xla'")
+
+
+def _product(x, weight, scale, sums, dtype) -> Float[Array, "tokens out"]:
+    """The product in plain JAX, a group after the other."""
+    groups, size, out = weight.shape
+    if not isinstance(x, Quantised):
+        wide = (weight.astype(scale.dtype) * scale[:, None]).reshape(-1, out)
+        return x.astype(dtype) @ wide.astype(dtype)
+    if x.scale.shape[-1] != 1:
+        raise InputError("activations in groups have no integer product; use granularity token")
+    codes = x.codes.reshape(-1, groups, size)
+    dot = partial(jnp.matmul, preferred_element_type=jnp.int32)
+    zero = None if x.zero is None else x.zero.astype(jnp.int32)
+
+    def one(codes, weight, scale, sums):
+        total = dot(codes, weight)
+        if zero is not None:
+            total = total - zero * sums
+        return total.astype(dtype) * scale.astype(dtype)
+
+    if groups == 1:
+        total = one(codes[:, 0], weight[0], scale[0], None if sums is None else sums[0])
+    else:
+        start = jnp.zeros((len(codes), out), dtype)
+        parts = (codes.swapaxes(0, 1), weight, scale, sums)
+        total, _ = jax.lax.scan(lambda y, part: (y + one(*part), None), start, parts)
+    return total * x.scale.astype(dtype)

@@ -1,0 +1,236 @@
+"""Integers in place of fake quantisation: products, caches and whole models against the latter."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learned import ALL, put, some_clips, some_shifts
+
+from qrot.errors import InputError
+from qrot.grid import Grid, Quantised, dequantise, fake_quantise, quantise
+from qrot.kernels.kv4 import PackedHeads
+from qrot.kernels.matmul import int4_matmul, int8_matmul
+from qrot.kernels.pack import pack_int4, unpack_int4
+from qrot.model.decode import decode_step, empty_cache, generate
+from qrot.model.forward import forward
+from qrot.model.fuse import fold_norms, fuse
+from qrot.model.params import PackedLinear
+from qrot.quantize.gptq import gptq
+from qrot.quantize.pack import linear_bytes, pack
+from qrot.quantize.rtn import rtn
+from qrot.rotation.rotations import Rotations
+from qrot.scheme import Override, Scheme
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TOKENS = np.random.default_rng(7).integers(0, 97, (2, 12), np.int32)
+W4, A4, A8 = Grid(4, clip="mse"), Grid(4, "asymmetric"), Grid(8, "asymmetric")
+SCHEMES = {
+    "W4A4KV4": Scheme(W4, A4, A4, A4),
+    "W4A8KV8 by groups": Scheme(Grid(4, "symmetric_half", "group", 4), A8, A8, A8),
+    "W8A8 symmetric": Scheme(Grid(8), Grid(8), Grid(8), Grid(4)),
+    "W4A16": Scheme(W4),
+    "W3A7 by tensor": Scheme(Grid(3, granularity="tensor"), Grid(7, "asymmetric", "tensor")),
+    "no integers": Scheme(
+        Grid(8, granularity="group", group=4), Grid(4, granularity="group", group=4)
+    ),
+    "mixed": Scheme(
+        W4, A4, A4, A4, (Override("layers.1.*", 8, 8, 3, 16), Override("*.down", None, 8))
+    ),
+}
+run = jax.jit(forward, static_argnames=("config", "scheme"))
+decode = jax.jit(decode_step, static_argnames=("config", "scheme"))
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.abs(a - b).max() / np.abs(b).max()
+
+
+def both(model, scheme, seed=1):
+    """Everything on a model: (fake-quantised parameters, packed ones, other arguments)."""
+    draw = np.random.default_rng(seed)
+    model = fold_norms(model)
+    rotations, scales = put(model, ALL)
+    shifts, clips = some_shifts(model, draw), some_clips(model, draw)
+    params, online, shifts = fuse(model.params, rotations, model.config, shifts, scales)
+    rounded = rtn(params, scheme)
+    packed = pack(rounded, params, scheme, shifts=shifts)
+    return rounded, packed, {"rotations": online, "shifts": shifts, "clips": clips}
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "symmetric_half", "asymmetric"])
+@pytest.mark.parametrize("granularity", ["tensor", "token", "head", "group", "channel"])
+@pytest.mark.parametrize("bits", [2, 4, 7, 8])
+def test_integers_stand_for_what_fake_quantisation_returns(kind, granularity, bits):
+    draw = np.random.default_rng(bits)
+    shape, axis = ((5, 8), -2) if granularity == "channel" else ((2, 3, 2, 8), -1)
+    x = jnp.asarray(draw.normal(size=shape) ** 3, jnp.float32).at[0].set(0)
+    grid = Grid(bits, kind, granularity, 4 if granularity == "group" else None, 0.9)
+    found = quantise(x, grid, axis=axis)
+    assert found.codes.dtype == jnp.int8
+    half = 2 ** (bits - 1)
+    for part in jax.tree.leaves((found.codes, found.zero)):
+        assert int(part.min()) >= -half
+        assert int(part.max()) < half
+    expected = fake_quantise(x, grid, axis=axis)
+    np.testing.assert_array_equal(dequantise(found, axis=axis), expected)
+
+
+def test_what_is_no_integer_grid():
+    x = jnp.ones((2, 8))
+    for grid in [Grid(9), Grid(8, threshold=6.0)]:
+        with pytest.raises(ValueError, match="no integer"):
+            quantise(x, grid)
+    with pytest.raises(InputError, match="does not divide 8"):
+        quantise(x, Grid(4, granularity="group", group=3))
+
+
+@given(st.lists(st.integers(-8, 7), min_size=8, max_size=8), st.sampled_from([0, 1, -1]))
+@settings(deadline=None)
+def test_two_codes_a_byte(codes, axis):
+    q = jnp.asarray(codes, jnp.int8).reshape(2, 4)
+    packed = pack_int4(q, axis=axis)
+    np.testing.assert_array_equal(unpack_int4(packed, axis=axis), q)
+    assert packed.size == 4
+    first, second = np.split(np.asarray(codes).reshape(2, 4), 2, axis)
+    np.testing.assert_array_equal(
+        np.asarray(packed).view(np.uint8), (first & 15) + 16 * (second & 15)
+    )
+
+
+def test_an_odd_axis_is_not_packed():
+    with pytest.raises(InputError, match="axis of 3"):
+        pack_int4(jnp.zeros((2, 3), jnp.int8))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_products_are_those_of_integers(groups, bits, tokens):
+    draw = np.random.default_rng(groups)
+    size, out, half = 16, 7, 2 ** (bits - 1)
+    q = draw.integers(-128, 128, (tokens, groups * size))
+    w = draw.integers(-half, half, (groups, size, out))
+    zero, s = draw.integers(-128, 128, (tokens, 1)), draw.uniform(0.5, 2, (tokens, 1))
+    scale = draw.uniform(0.5, 2, (groups, out))
+    exact = (s * (q - zero)) @ (w * scale[:, None]).reshape(-1, out)
+    codes = jnp.asarray(w, jnp.int8)
+    product, stored = (int4_matmul, pack_int4(codes, axis=1)) if bits == 4 else (int8_matmul, codes)
+    with jax.enable_x64(True):
+        x = Quantised(jnp.asarray(q, jnp.int8), jnp.asarray(s), jnp.asarray(zero, jnp.int8))
+        sums = jnp.asarray(w.sum(1), jnp.int32)
+        found = product(x, stored, jnp.asarray(scale), sums, dtype=jnp.float64)
+        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-9)
+        plain = x.replace(zero=None)
+        found = product(plain, stored, jnp.asarray(scale), dtype=jnp.float64)
+        expected = (s * q) @ (w * scale[:, None]).reshape(-1, out)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
+        found = product(jnp.asarray(s * q), stored, jnp.asarray(scale), dtype=jnp.float64)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*(("llama-biases", scheme) for scheme in SCHEMES), ("qwen3", "W4A4KV4")]
+)
+def test_a_packed_model_is_the_fake_quantised_one(variant, name, scheme):
+    """In float64, where no last bit decides between two levels."""
+    chosen, model = SCHEMES[scheme], variant(name, "float64")
+    with jax.enable_x64(True):
+        rounded, packed, rest = both(model, chosen)
+        assert isinstance(packed.layers.down, PackedLinear)
+        rest |= {"scheme": chosen}
+        expected = run(rounded, jnp.asarray(TOKENS), model.config, **rest)
+        found = run(packed, jnp.asarray(TOKENS), model.config, **rest)
+        assert relative(found, expected) < 1e-10
+        # and through a packed cache, a prompt first
+        cache = empty_cache(model.config, 2, 16, jnp.float64, packed=chosen)
+        parts = []
+        for some in np.split(TOKENS, [7], axis=1):
+            logits, cache = decode(packed, jnp.asarray(some), cache, model.config, **rest)
+            parts.append(logits)
+        if "tensor" not in scheme:
+            assert relative(jnp.concatenate(parts, 1), expected) < 1e-10
+
+
+@pytest.mark.parametrize("scheme", ["W4A4KV4", "W4A8KV8 by groups"])
+def test_in_float32(variant, scheme):
+    """Rounding is the same but for what float32 leaves; here no level is at stake."""
+    chosen, model = SCHEMES[scheme], variant("llama-biases")
+    rounded, packed, rest = both(model, chosen)
+    expected = run(rounded, jnp.asarray(TOKENS), model.config, scheme=chosen, **rest)
+    found = run(packed, jnp.asarray(TOKENS), model.config, scheme=chosen, **rest)
+    assert relative(found, expected) < 1e-5
+
+
+def test_gptq_is_packed(variant):
+    scheme = SCHEMES["W4A4KV4"]
+    with jax.enable_x64(True):
+        model = fold_norms(variant("llama", "float64"))
+        rounded = gptq(model.params, scheme, model.config, TOKENS)
+        packed = pack(rounded, model.params, scheme)
+        rest = {"scheme": scheme, "rotations": Rotations(fused=True)}
+        expected = run(rounded, jnp.asarray(TOKENS), model.config, **rest)
+        found = run(packed, jnp.asarray(TOKENS), model.config, **rest)
+        assert relative(found, expected) < 1e-10
+
+
+def test_the_cache_takes_what_its_bits_say(variant):
+    model, scheme = variant("llama"), SCHEMES["W4A4KV4"]
+    cache = empty_cache(model.config, 2, 16, packed=scheme)
+    for held in (cache.keys, cache.values):
+        assert isinstance(held, PackedHeads)
+        assert held.codes.nbytes == 3 * 2 * 16 * 2 * 12 // 2
+        assert held.scale.shape == held.zero.shape == (3, 2, 16, 2, 1)
+    assert cache.length == 16
+
+
+def test_weights_take_what_their_bits_say(variant):
+    model = fold_norms(variant("llama"))
+    for bits, most in [(4, 0.5), (8, 1.0)]:
+        scheme = Scheme(Grid(bits))
+        packed = pack(rtn(model.params, scheme), model.params, scheme)
+        total, weights = linear_bytes(packed.layers)
+        _, same = linear_bytes(model.params.layers)
+        assert weights == same
+        outputs = sum(
+            getattr(packed.layers, n).scale.size for n in ("q", "k", "v", "o", "gate", "up", "down")
+        )
+        assert total == most * weights + 4 * outputs
+
+
+def test_writing_with_integers(variant):
+    """The same tokens from packed weights and cache as from values on grids."""
+    model, scheme = variant("llama", "float64"), SCHEMES["W4A4KV4"]
+    with jax.enable_x64(True):
+        rounded, packed, rest = both(model, scheme)
+        options = {"steps": 10, "temperature": 0.0, "scheme": scheme, **rest}
+        prompt, key = jnp.asarray(TOKENS[:, :5]), jax.random.key(0)
+        expected = generate(rounded, prompt, key, model.config, **options)
+        found = generate(packed, prompt, key, model.config, packed=True, **options)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_not_packed(variant):
+    model = fold_norms(variant("llama"))
+    scheme = SCHEMES["W4A4KV4"]
+    with pytest.raises(InputError, match="q of layer 0: the weights are not on the grid"):
+        pack(model.params, model.params, scheme)
+    for grid, words in [(Grid(4, "asymmetric"), "asymmetric"), (Grid(12), "more than 8 bits")]:
+        other = Scheme(grid)
+        with pytest.raises(InputError, match=words):
+            pack(rtn(model.params, other), model.params, other)
+    packed = pack(rtn(model.params, scheme), model.params, scheme)
+    with pytest.raises(ValueError, match="fuse first"):
+        forward(packed, jnp.asarray(TOKENS), model.config, scheme=scheme)
+
+
+def test_a_layer_at_16_bits_leaves_the_projection_alone(variant):
+    model = fold_norms(variant("llama"))
+    scheme = replace(SCHEMES["W4A4KV4"], overrides=(Override("layers.0.down", weights=16),))
+    packed = pack(rtn(model.params, scheme), model.params, scheme)
+    assert not isinstance(packed.layers.down, PackedLinear)
+    assert isinstance(packed.layers.up, PackedLinear)
