@@ -15,21 +15,24 @@ import numpy as np
 
 import qrot
 from qrot.errors import InputError
-from qrot.evaluate.perplexity import spread_windows
-from qrot.experiment.data import read_texts
 from qrot.experiment.stages import Stages
 from qrot.export import compressed_tensors, pytorch, spinquant, verify
-from qrot.export.fitted import Fitted, left_out, offline, one_layer
+from qrot.export.fitted import (
+    WEIGHTS,
+    Fitted,
+    by_gptq,
+    left_out,
+    offline,
+    one_layer,
+    uses_gptq,
+)
 from qrot.export.folder import SHARD, whole_folder
 from qrot.export.huggingface import stored_dtype, write_huggingface
 from qrot.model.params import Layers, Params
-from qrot.model.tokenizer import encode
-from qrot.quantize.gptq import gptq
 from qrot.rotation.rotations import Learned, Rotations
 from qrot.scheme import Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHTS = ("rtn", "gptq")
 # Of perplexities, or three standard errors where the noise of float32 decides between two levels:
 # at 4 bits a change of 1e-6 in the embedding is another network, token by token.
 _TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
@@ -185,7 +188,7 @@ def _compressed(fitted: Fitted, options: Options) -> Plan:
         if options.online:  # compressed-tensors rounds what our module turns
             pytorch.write_online(folder, fitted, online, Scheme(), beside=False)
 
-    gptq = _gptq(fitted, options)
+    gptq = uses_gptq(fitted, options.weights)
     lines: tuple[str, ...] = (
         f"{scheme.name} as integers by {'GPTQ' if gptq else 'rounding to nearest'}, in the format "
         "of compressed-tensors; the cache is not quantised.",
@@ -234,7 +237,7 @@ def _torch(fitted: Fitted, options: Options) -> Plan:
         )
         pytorch.write_pytorch(folder, fitted)
 
-    gptq = _gptq(fitted, options)
+    gptq = uses_gptq(fitted, options.weights)
     by = " by GPTQ" if gptq else ""
     lines = (
         f"The network at {scheme.name} as qrot judged it: weights hold the values on their "
@@ -257,34 +260,13 @@ _PLANS = {
 }
 
 
-def _gptq(fitted: Fitted, options: Options) -> bool:
-    """Whether GPTQ rounds: as asked for, or as in the run."""
-    method = options.weights or fitted.metadata.get("weight_method", "rtn")
-    if method not in WEIGHTS:
-        raise InputError(f"the run rounds weights by {method}, as no export does: say --weights")
-    return method == "gptq"
-
-
 def _by_gptq(fitted: Fitted, plan: Plan, stages: Stages) -> Params | None:
     """All layers as GPTQ rounds them, calibrated on the run's text."""
     if plan.learned is None or not plan.scheme.rounds_weights:
         return None
-    config, settings = fitted.opened.config, fitted.run.calibration
     with stages.stage("reading and fusing", seconds=15.0):
-        tokens = encode(fitted.opened.tokenizer, read_texts(fitted.run.data).calibration)
-        rows = spread_windows(tokens, settings.length, settings.windows)
         params, online, _ = verify.fused(fitted, plan.learned, signs_folded=plan.signs_folded)
-    layers = config.num_hidden_layers
-    with stages.stage("GPTQ", layers, seconds=0.1 * layers * settings.windows) as advance:
-        return gptq(
-            params,
-            plan.scheme,
-            config,
-            rows,
-            rotations=online,
-            settings=fitted.run.gptq,
-            advance=advance,
-        )
+    return by_gptq(fitted, params, online, plan.scheme, stages)
 
 
 def _verify(

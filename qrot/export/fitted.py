@@ -11,15 +11,21 @@ import jax
 import numpy as np
 
 from qrot.errors import InputError
+from qrot.evaluate.perplexity import spread_windows
 from qrot.experiment.config import RunConfig, read_config, read_scheme
-from qrot.model.fuse import fold_ends, fold_layers, fuse_layers, fuse_table
+from qrot.experiment.data import read_texts
+from qrot.experiment.stages import Stages
+from qrot.model.fuse import fold_ends, fold_layers, fold_norms, fuse, fuse_layers, fuse_table
 from qrot.model.load import Opened, open_model
 from qrot.model.params import Layers, Params
-from qrot.rotation.rotations import Learned, Rotations, Scales, by_layer
+from qrot.model.tokenizer import encode
+from qrot.quantize.gptq import gptq
+from qrot.rotation.rotations import Learned, Rotations, Scales, Shifts, by_layer
 from qrot.rotation.store import check_digest, load_rotations
 from qrot.scheme import Scheme
 
 FILE = "rotations.safetensors"
+WEIGHTS = ("rtn", "gptq")
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,40 @@ def fused_layers(fitted: Fitted, learned: Learned) -> Iterator[Layers]:
         own, factors = jax.tree.map(lambda x, i=i: x[i : i + 1], (by_layer(rotations), scales))
         layers = fold_layers(fitted.opened.read(range(i, i + 1), ends=False).layers)
         yield fuse_layers(layers, rotations.replace(**own), config, factors)
+
+
+def fuse_whole(fitted: Fitted, learned: Learned) -> tuple[Params, Rotations, Shifts | None]:
+    """The whole model with rotations in its weights, and what acts beside them."""
+    model = fold_norms(fitted.opened.model(fitted.opened.read()))
+    return fuse(model.params, learned.rotations, model.config, learned.shifts, learned.scales)
+
+
+def by_gptq(
+    fitted: Fitted, params: Params, online: Rotations, scheme: Scheme, stages: Stages
+) -> Params:
+    """A fused model's weights as GPTQ rounds them, calibrated on the run's text."""
+    config, settings = fitted.opened.config, fitted.run.calibration
+    tokens = encode(fitted.opened.tokenizer, read_texts(fitted.run.data).calibration)
+    rows = spread_windows(tokens, settings.length, settings.windows)
+    layers = config.num_hidden_layers
+    with stages.stage("GPTQ", layers, seconds=0.1 * layers * settings.windows) as advance:
+        return gptq(
+            params,
+            scheme,
+            config,
+            rows,
+            rotations=online,
+            settings=fitted.run.gptq,
+            advance=advance,
+        )
+
+
+def uses_gptq(fitted: Fitted, asked: str | None = None) -> bool:
+    """Whether GPTQ rounds: as asked for, or as in the run. Raises InputError for other methods."""
+    method = asked or fitted.metadata.get("weight_method", "rtn")
+    if method not in WEIGHTS:
+        raise InputError(f"the run rounds weights by {method}, as no export does: say --weights")
+    return method == "gptq"
 
 
 def one_layer(params: Params, i: int) -> Layers:

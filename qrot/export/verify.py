@@ -20,10 +20,9 @@ from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
 from qrot.experiment.data import Data, read_texts
 from qrot.experiment.judge import judged_logits
 from qrot.export.compressed_tensors import fold_signs, online_of
-from qrot.export.fitted import Fitted
+from qrot.export.fitted import Fitted, fuse_whole
 from qrot.model.config import ModelConfig
 from qrot.model.forward import rope_table
-from qrot.model.fuse import fold_norms, fuse
 from qrot.model.load import Opened
 from qrot.model.params import Params
 from qrot.model.tokenizer import encode
@@ -96,10 +95,7 @@ def fused(
     fitted: Fitted, learned: Learned, *, signs_folded: bool = False
 ) -> tuple[Params, Rotations, Shifts | None]:
     """The whole model with rotations in its weights; signs_folded as `fold_signs` does it."""
-    model = fold_norms(fitted.opened.model(fitted.opened.read()))
-    params, online, shifts = fuse(
-        model.params, learned.rotations, model.config, learned.shifts, learned.scales
-    )
+    params, online, shifts = fuse_whole(fitted, learned)
     if signs_folded:
         params = params.replace(layers=fold_signs(params.layers, online))
         online = online_of(learned.rotations)

@@ -142,6 +142,31 @@ def _written(held: Any, new: Any, layer, first) -> Any:
     return jax.lax.dynamic_update_slice(held, new[None], at)
 
 
+def next_token(
+    logits: Float[Array, "batch vocab"],
+    temperature: Float[Array, " batch"],
+    key: Key[Array, ""],
+    *,
+    top_k: int | None = None,
+) -> Int[Array, " batch"]:
+    """A token drawn by its logits over the temperature; the likeliest where that is 0.
+
+    top_k: draw among so many of the likeliest; None among all.
+    """
+    logits = logits.astype(jnp.float32)
+    likeliest = logits.argmax(-1)
+
+    def draw():
+        kept = logits
+        if top_k is not None:
+            least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+            kept = jnp.where(logits < least, -jnp.inf, logits)
+        heat = jnp.where(temperature > 0, temperature, 1)[:, None]
+        return jnp.where(temperature > 0, jax.random.categorical(key, kept / heat), likeliest)
+
+    return jax.lax.cond((temperature > 0).any(), draw, lambda: likeliest)
+
+
 @partial(jax.jit, static_argnames=("config", "steps", "top_k", "scheme", "dtype", "packed"))
 def generate(
     params: Params,
@@ -173,18 +198,8 @@ def generate(
     heat = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch, steps))
 
     def choose(hidden, heat, key):
-        logits = project(hidden[:, -1:], params, config, rotations)[:, 0].astype(jnp.float32)
-        likeliest = logits.argmax(-1)
-
-        def draw():
-            kept = logits
-            if top_k is not None:
-                least = jax.lax.top_k(logits, min(top_k, config.vocab_size))[0][:, -1:]
-                kept = jnp.where(logits < least, -jnp.inf, logits)
-            drawn = jax.random.categorical(key, kept / jnp.where(heat > 0, heat, 1)[:, None])
-            return jnp.where(heat > 0, drawn, likeliest)
-
-        return jax.lax.cond((heat > 0).any(), draw, lambda: likeliest)
+        logits = project(hidden[:, -1:], params, config, rotations)[:, 0]
+        return next_token(logits, heat, key, top_k=top_k)
 
     def step(state, inputs):
         token, cache = state
