@@ -132,6 +132,8 @@ def _best(inputs: Inputs, rows: list[dict[str, Any]]) -> tuple[str, Learned | No
             return f"{name}, seed {seed}", METHODS[method](inputs, name, seed)[0]
         else:  # nothing, or directions that are measured and cut off
             continue
+        if not file.exists():  # moved or deleted since
+            continue
         learned, _ = load_rotations(file, digest=inputs.model.digest)
         return name + ("" if seed is None else f", seed {seed}"), learned
     return "", None

@@ -43,6 +43,11 @@ class Bar:
         return [x for x in self.values.values() if math.isfinite(x)]
 
     @property
+    def deviation(self) -> Number:
+        """The sample standard deviation; 0 of one value."""
+        return statistics.stdev(self.finite) if len(self.finite) > 1 else 0
+
+    @property
     def words(self) -> str:
         """Mean and spread, as in the tables."""
         broken = len(self.finite) < len(self.values)
@@ -109,6 +114,26 @@ class Rows:
         return [*out, words(self.left, end + 33, unit, "tick")]
 
 
+def logarithmic(bars: Sequence[Bar]) -> bool:
+    """Whether the bars are drawn on a logarithmic scale."""
+    every = [x for bar in bars for x in bar.finite]
+    return bool(every) and wide_span(every)
+
+
+def caption(bars: Sequence[Bar]) -> str:
+    """How to read `perplexity` of these bars."""
+    told = ["Bars: means."]
+    if any(len(bar.values) > 1 for bar in bars):
+        told.append("Dots: seeds. Whiskers: one standard deviation to either side.")
+    if any(bar.kind == "full" for bar in bars):
+        told.append("Dashed: full precision.")
+        if logarithmic(bars):
+            told.append("Bars begin there, and are as long as the nats lost.")
+    elif logarithmic(bars):
+        told.append("On this scale a bar's end counts, not its length.")
+    return " ".join(told)
+
+
 def perplexity(bars: Sequence[Bar], width: Number, unit: str = "perplexity") -> str:
     """A bar for the mean, a dot for each seed, a line of a standard deviation to either side.
 
@@ -116,11 +141,13 @@ def perplexity(bars: Sequence[Bar], width: Number, unit: str = "perplexity") -> 
     precision, so that a bar is as long as what is lost in nats.
     """
     every = [x for bar in bars for x in bar.finite]
-    rows = Rows(width, [bar.name for bar in bars], 118)
-    log = wide_span(every) if every else False
+    rows, log = Rows(width, [bar.name for bar in bars], 118), logarithmic(bars)
+    reach = max(
+        [*every, *(statistics.fmean(b.finite) + b.deviation for b in bars if b.finite)] or [1]
+    )
     full = next((bar.finite[0] for bar in bars if bar.kind == "full" and bar.finite), None)
-    low = min(every) if log else 0.0
-    scale = Scale(low * 0.8 if log else 0, max(every, default=1) * 1.02, rows.left, rows.right, log)
+    low = 0.8 * min(every) if log else 0.0
+    scale = Scale(low, 1.02 * reach, rows.left, rows.right, log)
     origin = scale.at(full if log and full is not None else scale.low)
     parts = rows.axis(scale, unit + (", logarithmic scale" if log else ""))
     if full is not None:
@@ -135,7 +162,7 @@ def perplexity(bars: Sequence[Bar], width: Number, unit: str = "perplexity") -> 
         start, end = min(origin, end), max(origin, end, min(origin, end) + 2)
         parts.append(rect(start, y - BAR / 2, end - start, BAR, kind, f"{bar.name}: {label}"))
         if len(values) > 1:
-            half = statistics.stdev(values)
+            half = bar.deviation
             parts += whisker(scale.at(mean - half), scale.at(mean + half), y)
             for seed, value in bar.values.items():
                 if math.isfinite(value):

@@ -10,7 +10,7 @@ from typing import Any
 
 from qrot.experiment.compare import COLUMNS, NOTE, Group, Run, difference, differing, lines
 from qrot.experiment.report import page
-from qrot.experiment.report.bars import Bar, differences, perplexity
+from qrot.experiment.report.bars import Bar, caption, differences, perplexity
 from qrot.experiment.report.svg import both
 from qrot.experiment.results import title, write_text
 
@@ -25,6 +25,7 @@ def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str
     everything = {**runs[0].results, "rows": [row for run in runs for row in run.results["rows"]]}
     protocol = everything["protocol"]
     text = re.sub(r", sha256 \w+", "", str(protocol["text"]))
+    bars = _bars(groups)
     found = [(g.name, None if g is base else difference(g, base)) for g in groups]
     parts = [
         page.section(
@@ -40,8 +41,8 @@ def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str
         page.section(
             "Perplexity",
             page.figure(
-                both(lambda width: perplexity(_bars(groups), width)),
-                "Bars: means. Dots: seeds. Whiskers: one standard deviation to either side.",
+                both(lambda width: perplexity(bars, width)),
+                caption(bars),
             ),
             page.note(title(everything)),
         ),

@@ -47,7 +47,7 @@ def learning(runs: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, width:
             parts.append(dot(a, b, 3, f"point {shade}", f"{name}, step {step:g}: {loss:.4g}"))
         step, best = min(held_out, key=lambda point: point[1])
         parts.append(dot(x.at(step), y.at(best), 6.5, f"ring {shade}"))
-        ends.append((place[-1], f"{name}: {best:.4g}" if not phone else f"{best:.4g}"))
+        ends.append((place[-1], f"{name}: {best:.4g}" if not phone else f"{best:.4g}", i % 3))
         told.append(f"{name} from {held_out[0][1]:.4g} to {best:.4g} at step {step:g}")
     for name, history in runs:
         for entry in history:
@@ -55,8 +55,8 @@ def learning(runs: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, width:
                 at = x.at(entry["step"])
                 parts.append(line(at, 12, at, height - bottom, "reference"))
                 told.append(f"{name} rolled back at step {entry['step']}")
-    for place, (end, label) in zip(apart([b for (_, b), _ in ends], 15), ends, strict=True):
-        parts.append(words(end[0] + 12, place + 4, label, "name"))
+    for place, (end, label, i) in zip(apart([end[1] for end, *_ in ends], 15), ends, strict=True):
+        parts.append(words(end[0] + 12, place + 4, label, f"label{i}"))
     label = f"Held-out loss by step, {unit}: {'; '.join(told)}"
     return svg(width, height, label, parts)
 

@@ -72,7 +72,12 @@ def figures_of(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str]) -> str:
-    """A table that scrolls in its own box; columns named in `words` hold no numbers."""
+    """A table that scrolls in its own box, without columns that are empty; columns named in `words`
+    hold no numbers.
+    """
+    rows = list(rows)
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
     def cells(tag: str, line: Sequence[str]) -> str:
         return "".join(

@@ -12,7 +12,7 @@ from qrot.experiment.anatomy import FILE as ANATOMY
 from qrot.experiment.plot import UNITS
 from qrot.experiment.report import page
 from qrot.experiment.report.anatomy import anatomy_sections
-from qrot.experiment.report.bars import Bar, perplexity, seconds
+from qrot.experiment.report.bars import Bar, caption, perplexity, seconds
 from qrot.experiment.report.curves import learning
 from qrot.experiment.report.svg import both
 from qrot.experiment.results import (
@@ -77,7 +77,7 @@ def report(
             page.note(title(results)),
             page.note(notes(results)),
         ),
-        page.section("Perplexity", *_perplexity(rows, text)),
+        page.section("Perplexity", *_perplexity(rows)),
         *(anatomy_sections(anatomy) if anatomy else ()),
         page.section("Learning", *_learning(rows, learned)),
         page.section("Cost", *_cost(rows)),
@@ -132,15 +132,12 @@ def _bars(rows: list[dict[str, Any]], key: str) -> list[Bar]:
     ]
 
 
-def _perplexity(rows: list[dict[str, Any]], text: str) -> list[str]:
-    caption = (
-        "Bars: means. Dots: seeds. Whiskers: one standard deviation to either side. Dashed: full "
-        "precision. On a logarithmic scale bars begin there, and are as long as the nats lost."
-    )
-    drawn = [page.figure(both(lambda width: perplexity(_bars(rows, "perplexity"), width)), caption)]
+def _perplexity(rows: list[dict[str, Any]]) -> list[str]:
+    own = _bars(rows, "perplexity")
+    drawn = [page.figure(both(lambda width: perplexity(own, width)), caption(own))]
     if all("other_perplexity" in row for row in rows):
-        bars = _bars(rows, "other_perplexity")
-        drawn.append(page.figure(both(lambda w: perplexity(bars, w, "perplexity, other text"))))
+        other, unit = _bars(rows, "other_perplexity"), "perplexity, other text"
+        drawn.append(page.figure(both(lambda w: perplexity(other, w, unit)), caption(other)))
     return drawn
 
 
@@ -149,11 +146,11 @@ def _learning(rows, learned) -> list[str]:
         return []
     objective = next(row["objective"] for row in rows if row["method"] == "learned")
     unit = UNITS.get(objective, objective)
-    caption = (
+    below = (
         f"{unit[0].upper()}{unit[1:]}. With dots: windows held out of training. Thin: training "
         "batches. Ring and number: the best, whose rotations are kept."
     )
-    return [page.figure(both(lambda width: learning(learned, unit, width)), caption)]
+    return [page.figure(both(lambda width: learning(learned, unit, width)), below)]
 
 
 def _cost(rows: list[dict[str, Any]]) -> list[str]:
@@ -192,8 +189,6 @@ def _cost(rows: list[dict[str, Any]]) -> list[str]:
     there = [part for part in PARTS if any(parts[part] for _, parts in spent)]
     key = page.key([(f"bar {part}", PARTS[part]) for part in there])
     names = ("method", *(f"{name}, s" for name in PARTS.values()), "in all, s", "peak, GiB")
-    empty = [i for i in range(1, len(names)) if not any(line[i] for line in lines)]
-    kept = [i for i in range(len(names)) if i not in empty]
-    table = page.table([names[i] for i in kept], [[x[i] for i in kept] for x in lines], ("method",))
+    table = page.table(names, lines, ("method",))
     drawn = page.figure(key + both(lambda width: seconds(spent, width)))
     return [drawn, page.folded("The same as a table", table)]

@@ -61,13 +61,10 @@ def ticks(low: Number, high: Number) -> list[Number]:
 def log_ticks(low: Number, high: Number) -> list[Number]:
     """Powers of ten, at most six; with 2 and 5 times them where there are less than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    each = max(1, math.ceil(len(powers) / 6))
-    whole = [10.0**p for p in powers if p % each == 0]
-    inside = [x for x in whole if low <= x <= high]
-    if len(inside) >= 3:
-        return inside
-    finer = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-    return [x for x in finer if low <= x <= high] or [low, high]
+    inside = [10.0**p for p in powers if low <= 10.0**p <= high]
+    if len(inside) < 3:
+        return [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
+    return inside[:: math.ceil(len(inside) / 6)]
 
 
 def number(x: Number) -> str:
