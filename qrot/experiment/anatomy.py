@@ -68,10 +68,10 @@ def anatomy(
     captured, _ = capture(model, rows, taps=rows.shape[1], seed=0)
     advance()
     hidden = capture_hidden(model, rows)
-    turned = learned is not None and learned.rotations.residual is not None
-    layers = residual_figures(hidden, learned if turned else Learned(Rotations()))
-    crest = {when: [_short(x[when]["crest"]) for x in layers] for when in ("before", "after")}
-    sites = {"residual": {"crest": crest if turned else {"before": crest["before"]}}}
+    rotation = None if learned is None else learned.rotations.residual
+    layers = residual_figures(hidden, Learned(Rotations(residual=rotation)))
+    whens = ("before",) if rotation is None else ("before", "after")
+    sites = {"residual": {"crest": {w: [_short(x[w]["crest"]) for x in layers] for w in whens}}}
     advance()
     states = {"before": Learned(Rotations())} | ({"after": learned} if learned else {})
     for site in SITES:
@@ -82,12 +82,7 @@ def anatomy(
             for figure in ("crest", "error")
         }
         advance()
-    rotation = learned.rotations.residual if learned is not None else None
-    return {
-        "tokens": rows.size,
-        "sites": sites,
-        "activation": _activation(hidden, rotation if turned else None),
-    }
+    return {"tokens": rows.size, "sites": sites, "activation": _activation(hidden, rotation)}
 
 
 def pooled(x: Float[np.ndarray, "tokens channels"]) -> Float[np.ndarray, "rows columns"]:

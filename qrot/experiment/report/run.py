@@ -145,7 +145,7 @@ def _learning(rows, learned) -> list[str]:
     if not any("held_out" in line or "loss" in line for _, lines in learned for line in lines):
         return []
     objective = next(row["objective"] for row in rows if row["method"] == "learned")
-    unit = UNITS.get(objective, objective)
+    unit: str = UNITS.get(objective, str(objective))
     below = (
         f"{unit[0].upper()}{unit[1:]}. With dots: windows held out of training. Thin: training "
         "batches. Ring and number: the best, whose rotations are kept."
