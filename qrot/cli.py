@@ -83,6 +83,9 @@ def compare(
         str | None, typer.Option(help="The row to compare with (its first words will do).")
     ] = None,
     kind: Annotated[str, typer.Option("--format", help="terminal, markdown or csv.")] = "terminal",
+    report: Annotated[
+        Path | None, typer.Option(help="An HTML file for figures and tables, to look at.")
+    ] = None,
 ) -> None:
     """Set runs side by side: spread over seeds, differences, and which of them are real.
 
@@ -97,15 +100,26 @@ def compare(
     formats = {"terminal": module.terminal, "markdown": module.markdown, "csv": module.as_csv}
     if kind not in formats:
         raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
+    if report is not None and not report.parent.is_dir():
+        raise InputError(f"--report: {report.parent} is no folder")
     found = module.read_runs(runs)
     groups = module.grouped(found, by or [])
-    table = formats[kind](module.lines(groups, module.chosen(groups, against)))
+    base = module.chosen(groups, against)
+    table = formats[kind](module.lines(groups, base))
     if kind == "terminal":
         everything = [row for run in found for row in run.results["rows"]]
         head = title({**found[0].results, "rows": everything})
         Console().print(head, table, module.NOTE, sep="\n", highlight=False)
     else:
         print(table, end="")
+    if report is not None:
+        from qrot.experiment.report.comparison import write_comparison
+
+        try:
+            write_comparison(report, found, groups, base)
+        except OSError as error:
+            raise InputError(f"{report}: cannot be written ({error.strerror})") from error
+        print(report, file=sys.stderr)
 
 
 @app.command()
@@ -361,7 +375,7 @@ def bench_gptq(
     console.print(bench.gptq_table(result))
 
 
-_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png")
+_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png", ".html")
 
 
 def main() -> None:

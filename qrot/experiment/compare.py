@@ -107,7 +107,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     for key in by:
         if not any(key in run.settings for run in runs):
             raise InputError(f"--by {key}: no run has this key")
-    keys = list(by) or _differing(runs)
+    keys = list(by) or differing(runs)
     found: dict[str, dict[int | None, dict[str, Any]]] = {}
     parts = {}
     for run in runs:
@@ -129,7 +129,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
             if seed in rows and not full:
                 raise InputError(
                     f"two rows are '{name}' with seed {seed}: say with --by what sets them "
-                    f"apart ({', '.join(_differing(runs)) or 'their configs are equal'})"
+                    f"apart ({', '.join(differing(runs)) or 'their configs are equal'})"
                 )
             rows[seed] = row
     groups = [Group(name, list(rows.values())) for name, rows in found.items()]
@@ -266,7 +266,8 @@ def _flat(settings: Any, where: str):
         yield from _flat(value, f"{where}.{key}" if where else str(key))
 
 
-def _differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The keys in which the settings of runs differ, those aside that make no other rows."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _ASIDE)
     return [k for k in keys if any(r.settings.get(k) != runs[0].settings.get(k) for r in runs)]
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from rich import box
 from rich.table import Table
 
 from qrot.evaluate.outliers import FIGURES, Outliers, outliers
-from qrot.grid import fake_quantise
+from qrot.grid import Grid, fake_quantise
 from qrot.learn.capture import Captured, capture, capture_hidden
 from qrot.learn.site_wise import expected_cost
+from qrot.model.config import ModelConfig
 from qrot.model.fuse import fuse
 from qrot.model.params import PROJECTIONS, Model, Params
 from qrot.rotation.rotations import Learned, Rotations, by_layer, rotate
@@ -48,11 +50,13 @@ def inspect(
     config, plain = model.config, Learned(Rotations())
     captured, _ = capture(model, rows, taps=rows.shape[1], seed=0, gradients=True)
     advance()
-    found = {"sites": {"residual": _residual(model, rows, learned)}}
+    hidden = capture_hidden(model, rows)
+    found = {"sites": {"residual": residual_figures(hidden, learned)}}
+    _name_tokens(found["sites"]["residual"], model, rows, hidden)
     advance()
     for site in SITES:
         each = [getattr(grids, site) for grids in layer_schemes(scheme, config.num_hidden_layers)]
-        pairs = (_site(site, captured, state, config, each) for state in (plain, learned))
+        pairs = (site_figures(site, captured, state, config, each) for state in (plain, learned))
         found["sites"][site] = _paired(*pairs)
         advance()
     turned, _, _ = fuse(model.params, learned.rotations, config, None, learned.scales)
@@ -76,49 +80,67 @@ def _figures(x: Outliers) -> dict[str, Any]:
     return told
 
 
-def _residual(model: Model, rows, learned: Learned) -> list[dict[str, Any]]:
+def residual_figures(
+    hidden: Float[np.ndarray, "layers_and_last count length n"], learned: Learned
+) -> list[dict[str, Any]]:
+    """The figures of the residual stream before and after its rotation, layer by layer."""
     told = []
-    for hidden in capture_hidden(model, rows):
-        x = jnp.asarray(hidden, jnp.float32).reshape(-1, hidden.shape[-1])
+    for layer in hidden:
+        x = jnp.asarray(layer, jnp.float32).reshape(-1, layer.shape[-1])
         turned = rotate(x, learned.rotations.residual)
-        before, after = _figures(outliers(x)), _figures(outliers(turned))
-        tops = np.abs(hidden.astype(np.float32)).max(-1)
+        told.append({"before": _figures(outliers(x)), "after": _figures(outliers(turned))})
+    return told
+
+
+def _name_tokens(told: list[dict[str, Any]], model: Model, rows, hidden) -> None:
+    """Add to each layer the tokens of the largest values: text, place in the window, size."""
+    for figures, layer in zip(told, hidden, strict=True):
+        tops = np.abs(layer.astype(np.float32)).max(-1)
         most = np.argsort(-tops.ravel())[:_TOP]
-        before["tokens"] = [
+        figures["before"]["tokens"] = [
             [_word(model, int(rows[at])), int(at[1]), float(tops[at])]
             for at in zip(*np.unravel_index(most, tops.shape), strict=True)
         ]
-        told.append({"before": before, "after": after})
-    return told
 
 
 def _word(model: Model, token: int) -> str:
     return str(token) if model.tokenizer is None else model.tokenizer.decode([token])
 
 
-def _site(site: str, captured: Captured, learned: Learned, config, grids) -> list[dict[str, Any]]:
-    """The figures of one site in the basis that its grid sees, layer by layer."""
-    assert captured.gradients is not None
-    weight, told = jnp.asarray(captured.weight), []
+def site_figures(
+    site: str,
+    captured: Captured,
+    learned: Learned,
+    config: ModelConfig,
+    grids: Sequence[Grid],
+) -> list[dict[str, Any]]:
+    """The figures of one site in the basis that its grid sees, layer by layer, and the relative
+    squared error of that grid; with gradients also what rounding will cost.
+    """
+    told = []
     for i, grid in enumerate(grids):
         own, scales, shifts, clips = jax.tree.map(
             lambda x, i=i: x[i],
             (by_layer(learned.rotations), learned.scales, learned.shifts, learned.clips),
         )
         place = layer_sites(learned.rotations.replace(**own), scales, config.head_dim)[site]
-        x, g = (jnp.asarray(c[site][i], jnp.float32) for c in (captured.inputs, captured.gradients))
+        x = jnp.asarray(captured.inputs[site][i], jnp.float32)
         mu, clip = getattr(shifts, site, None), getattr(clips, site, None)
         x = x if mu is None else x - mu
         y = place.go(x)
-        wrong = jnp.square(fake_quantise(y, grid, clip=clip) - y).sum() / jnp.square(y).sum()
-        told.append(
-            {
-                **_figures(outliers(y.reshape(len(y), -1))),
-                "error": float(wrong),
-                "cost": float(expected_cost(x, g, weight, grid, place, clip)),
-            }
-        )
+        figures = _figures(outliers(y.reshape(len(y), -1)))
+        figures["error"] = float(_error(y, grid, clip))
+        if captured.gradients is not None:
+            g = jnp.asarray(captured.gradients[site][i], jnp.float32)
+            weight = jnp.asarray(captured.weight)
+            figures["cost"] = float(expected_cost(x, g, weight, grid, place, clip))
+        told.append(figures)
     return told
+
+
+@partial(jax.jit, static_argnames="grid")
+def _error(y, grid: Grid, clip):
+    return jnp.square(fake_quantise(y, grid, clip=clip) - y).sum() / jnp.square(y).sum()
 
 
 def _weights(params: Params, name: str) -> list[dict[str, Any]]:

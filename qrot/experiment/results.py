@@ -95,6 +95,11 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return lines
 
 
+def bits(rows: list[dict[str, Any]]) -> str:
+    """The schemes of all rows but full precision, such as W4A4KV4."""
+    return ", ".join(sorted({_bits(row) for row in rows if row["method"] != "full_precision"}))
+
+
 def _bits(row: dict[str, Any]) -> str:
     k, v = row["keys"], row["values"]
     cache = f"KV{k}" if k == v else f"K{k}V{v}"
@@ -109,10 +114,10 @@ def _method(results: dict[str, Any]) -> str:
 def spread(values: list[float]) -> str:
     """Mean and sample standard deviation."""
     mean = statistics.fmean(values)
-    digits = 0 if mean >= 1000 else 2
-    text = f"{mean:,.{digits}f}" if math.isfinite(mean) else str(mean)
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values):,.{digits}f}"
+    form = ",.2f" if mean < 1000 else ",.0f" if mean < 1e9 else ".2e"
+    text = f"{mean:{form}}"
+    if len(values) > 1 and math.isfinite(mean):
+        text += f" ± {statistics.stdev(values):{form}}"
     return text
 
 
@@ -140,8 +145,7 @@ def title(results: dict[str, Any]) -> str:
     p = results["protocol"]
     model = f"{p['model']} ({p['note']})" if p["note"] else p["model"]
     bos = "with BOS" if p["bos"] else "no BOS"
-    bits = {_bits(row) for row in results["rows"] if row["method"] != "full_precision"}
-    at = f" at {', '.join(sorted(bits))}" if bits else ""
+    at = f" at {bits(results['rows'])}" if bits(results["rows"]) else ""
     other = ""
     if "other_text" in p:
         other = f" Other text: {p['other_text']}, first {p['other_count']} windows."

@@ -1,7 +1,8 @@
 """One run: a model through every method of a configuration, each row kept as soon as it is known.
 
-A run folder holds config.yaml, results.json, and for what was learned metrics.jsonl, checkpoint/,
-rotations.safetensors and learning.png (in a folder for each seed where there are several).
+A run folder holds config.yaml, results.json, anatomy.json, report.html, and for what was learned
+metrics.jsonl, checkpoint/, rotations.safetensors and learning.png (in a folder for each seed where
+there are several).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from rich.console import Console
 
 import qrot
 from qrot.errors import InputError
+from qrot.experiment.anatomy import keep_anatomy
 from qrot.experiment.config import RunConfig, first_difference, to_yaml
 from qrot.experiment.folder import check_folder, writing
 from qrot.experiment.judge import judge
 from qrot.experiment.methods import METHODS
 from qrot.experiment.prepare import Inputs, prepare
+from qrot.experiment.report.run import write_report
 from qrot.experiment.results import read_results, write_results, write_text
 from qrot.experiment.stages import Stages
 from qrot.scheme import Scheme
@@ -49,6 +52,8 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
                     if (method, seed) not in done:
                         results["rows"].append(_row(inputs, method, seed))
                         write_results(folder / "results.json", results)
+            keep_anatomy(inputs, results["rows"])
+            write_report(folder)
     return results
 
 

@@ -1,0 +1,430 @@
+"""The reports: what is in them, what they look like to a browser, and that they cost no results."""
+
+import errno
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+import runs
+import yaml
+from browser import look, needs_browser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import quiet
+
+from qrot.cli import app
+from qrot.errors import InputError
+from qrot.experiment import run as module
+from qrot.experiment.anatomy import anatomy, pooled
+from qrot.experiment.compare import Difference
+from qrot.experiment.config import read_config, to_yaml
+from qrot.experiment.inspect import inspect
+from qrot.experiment.report.bars import Bar, differences, perplexity
+from qrot.experiment.report.heatmap import _palette, _png
+from qrot.experiment.report.page import STYLE
+from qrot.experiment.report.run import report, write_report
+from qrot.experiment.report.svg import NARROW, WIDE, apart, log_ticks, number, ticks
+from qrot.experiment.results import cells, read_results
+from qrot.experiment.run import run
+from qrot.model.fuse import fold_norms
+from qrot.rotation.random import random_rotations
+from qrot.rotation.rotations import Learned, Rotations
+
+SPITE = "a<img src=x onerror=alert(1)>&\"'"
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Elements in order with their attributes, and the text; open and closed tags must match."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def references(self):
+        names = {"src", "href", "xlink:href", "srcset", "action", "data", "poster", "background"}
+        return [value for _, attrs in self.elements for n, value in attrs.items() if n in names]
+
+
+@pytest.fixture(scope="module")
+def ran(tiny, tmp_path_factory):
+    """The folder of a run from the command line, and what that printed."""
+    folder = tmp_path_factory.mktemp("report")
+    methods = ("full_precision", "no_rotation", "random_hadamard", "learned")
+    config = replace(runs.tiny_config(tiny, folder / "run"), methods=methods)
+    (folder / "tiny.yaml").write_text(to_yaml(config))
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        shown = io.StringIO()
+        patch.setattr("sys.stdout", shown)
+        app(["run", str(folder / "tiny.yaml")], standalone_mode=False)
+    jax.config.update("jax_disable_most_optimizations", False)
+    return folder / "run", shown.getvalue()
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Two runs of three seeds with names that would be tags, and the report of their comparison."""
+    protocol = dict.fromkeys(
+        ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), SPITE
+    )
+    for name, nll in (("a", 4.0), ("b", 3.5)):
+        rows = [made_row("learned", seed, nll + seed / 10 + seed * nll / 1000) for seed in range(3)]
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        results = json.dumps({"protocol": protocol, "rows": rows, "environment": {"jax": "9.9"}})
+        (tmp_path / "runs" / name / "results.json").write_text(results)
+        config = {"out": name, "objective": name + SPITE}
+        (tmp_path / "runs" / name / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "runs", tmp_path / "compared.html"
+
+
+def made_row(method, seed, nll, **more):
+    bits = {"weights": 4, "activations": 4, "keys": 4, "values": 4, "seconds": 2.0}
+    return {"method": method, "seed": seed, "nll": nll, "perplexity": math.exp(nll), **bits, **more}
+
+
+def test_a_run_leaves_a_report(ran):
+    folder, shown = ran
+    text = (folder / "report.html").read_text()
+    found = Page(text)
+    words = " ".join(found.text)
+    results = read_results(folder / "results.json")
+    for line in cells(results["rows"]):
+        assert all(cell in words for cell in line)
+    for heading in ("Results", "Perplexity", "One activation", "Outliers by layer",
+                    "Rounding error by layer", "Learning", "Cost"):  # fmt: skip
+        assert f"<h2>{heading}</h2>" in text
+    assert "evaluate_every: 2" in words  # config.yaml
+    assert results["environment"]["jax"] in words
+    assert results["protocol"]["digest"] in words
+    drawn = [row for row in results["rows"] if row["method"] == "random_hadamard"]
+    assert len(drawn) == 2
+    assert all(f"seed {row['seed']}: {row['perplexity']:,.2f}" in words for row in drawn)
+    held_out = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = min(line["held_out"] for line in held_out if "held_out" in line)
+    assert f"{best:.4g}" in words
+    assert len(text.encode()) < 400_000
+    assert "report.html" in shown.replace("\n", " ").split(f"{folder}:")[1]
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_nothing_is_fetched_and_nothing_runs(ran, compared):
+    runs_folder, file = compared
+    app(["compare", str(runs_folder), "--report", str(file)], standalone_mode=False)
+    for text in ((ran[0] / "report.html").read_text(), file.read_text()):
+        found = Page(text)
+        assert all(value.startswith("data:image/png;base64,") for value in found.references())
+        tags = {tag for tag, _ in found.elements}
+        assert not tags & {"script", "link", "iframe", "object", "embed", "base", "form", "img"}
+        assert not any(name.startswith("on") for _, attrs in found.elements for name in attrs)
+        assert not re.search(r"url\(|@import", text)
+        bare = re.sub(r"data:image/png;base64,[\w+/=]+", "", text)
+        assert "//" not in bare.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        policy = [a["content"] for t, a in found.elements if "http-equiv" in a]
+        assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
+
+
+def test_names_are_escaped():
+    protocol = {"model": SPITE, "note": SPITE, "text": SPITE, "count": 1, "window": 2, "stride": 2}
+    protocol |= {"bos": False, "logits": SPITE, "norms": SPITE}
+    rows = [made_row("full_precision", None, 1.0), made_row(SPITE, 0, 2.0, weight_method=SPITE)]
+    text = report(
+        {"protocol": protocol, "rows": rows, "environment": {SPITE: SPITE}}, [], None, SPITE
+    )
+    found = Page(text)
+    assert "img" not in {tag for tag, _ in found.elements}
+    assert " ".join(found.text).count(SPITE) >= 6
+    labels = [a["aria-label"] for _, a in found.elements if "aria-label" in a]
+    assert any(SPITE in label for label in labels)
+
+
+def test_pictures_have_words_for_those_who_do_not_see_them(ran):
+    found = Page((ran[0] / "report.html").read_text())
+    pictures = [attrs for tag, attrs in found.elements if tag == "svg"]
+    assert len(pictures) > 10
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in pictures)
+    assert found.elements[0] == ("html", {"lang": "en"})
+
+
+def test_dark_and_phone(ran):
+    text = (ran[0] / "report.html").read_text()
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert "@media (max-width: 640px)" in text
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+
+
+def test_text_can_be_read_in_both_modes():
+    """Contrast as WCAG 2.2 has it: 4.5 for text, 3 for marks."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    def contrast(a, b):
+        low, high = sorted((luminance(a), luminance(b)))
+        return (high + 0.05) / (low + 0.05)
+
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    modes = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.S)
+    assert len(modes) == 2
+    for mode in modes:
+        colours = dict(re.findall(r"--(\w+): (#\w{6})", mode))
+        for name, least in {"ink": 4.5, "soft": 4.5, "plain": 3, "best": 3, "before": 3,
+                            "violet": 3, "teal": 3}.items():  # fmt: skip
+            assert contrast(colours[name], colours["paper"]) >= least, name
+
+
+def test_what_was_not_recorded_is_left_out(ran, tmp_path):
+    folder = ran[0]
+    for name in ("results.json", "config.yaml"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    results = read_results(folder / "results.json")
+    kept = ("method", "seed", "nll", "perplexity", "weights", "activations", "keys", "values")
+    results["rows"] = [
+        {k: row[k] for k in kept} | {"seconds": 1.0}
+        for row in results["rows"]
+        if row["method"] != "learned"
+    ]
+    del results["environment"]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    write_report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    Page(text)
+    assert "<h2>Perplexity</h2>" in text
+    for absent in ("One activation", "Outliers", "Rounding error", "<h2>Learning", "peak, GiB"):
+        assert absent not in text
+    assert "rounding weights" not in text
+
+
+def test_a_full_disk_takes_the_report_and_no_results(ran, monkeypatch):
+    folder = ran[0]
+    config = read_config(folder / "config.yaml")
+    before = {name: (folder / name).read_bytes() for name in ("results.json", "report.html")}
+    original = Path.write_text
+
+    def write_text(path, text, **options):
+        if path.name == "report.html.partial":
+            original(path, text[: len(text) // 2], **options)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return original(path, text, **options)
+
+    looked = (folder / "anatomy.json").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+            run(config, quiet())
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert not list(folder.rglob("*.partial"))
+    (folder / "report.html").unlink()
+    run(config, quiet())  # nothing is measured again, and the report is the same
+    assert (folder / "report.html").read_bytes() == before["report.html"]
+    assert (folder / "anatomy.json").stat().st_mtime_ns == looked
+
+
+def test_results_are_there_before_anything_is_looked_at(config, monkeypatch):
+    monkeypatch.setattr(module, "keep_anatomy", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(replace(config, methods=("full_precision", "no_rotation")), quiet())
+    results = read_results(Path(config.out) / "results.json")
+    assert [row["method"] for row in results["rows"]] == ["full_precision", "no_rotation"]
+
+
+def test_the_report_of_a_comparison(compared, capsys):
+    folder, file = compared
+    app(["compare", str(folder), "--report", str(file), "--format", "csv"], standalone_mode=False)
+    out, err = capsys.readouterr()
+    assert out.startswith("row,seeds,perplexity")
+    assert err.strip() == str(file)
+    found = Page(file.read_text())
+    words = " ".join(found.text)
+    assert "img" not in {tag for tag, _ in found.elements}
+    for line in (f"learned, objective=a{SPITE}", "-0.500", "better", "Student", "9.9", "objective"):
+        assert line in words
+    with pytest.raises(InputError, match="absent is no folder"):
+        app(["compare", str(folder), "--report", str(folder / "absent" / "x")],
+            standalone_mode=False)  # fmt: skip
+    with pytest.raises(InputError, match="cannot be written"):
+        app(["compare", str(folder), "--report", str(folder)], standalone_mode=False)
+
+
+def bars_of(text):
+    found = re.findall(
+        r'<rect class="bar ([\w ]+)" x="([\d.e+]+)" y="[\d.]+" width="([\d.e+]+)"', text
+    )
+    return [(kind, float(x), float(width)) for kind, x, width in found]
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_bars_on_a_logarithmic_scale_are_as_long_as_the_nats_lost(width):
+    values = {"full": 20.0, "learned": 40.0, "hadamard": 90.0, "none": 3e9}
+    kinds = {"full": "full", "learned": "best"}
+    drawn = perplexity([Bar(n, {None: v}, kinds.get(n, "plain")) for n, v in values.items()], width)
+    bars = bars_of(drawn)
+    lengths = [length for _, _, length in bars[1:]]
+    nats = [math.log(v / 20) for v in list(values.values())[1:]]
+    np.testing.assert_allclose(np.array(lengths) / nats, lengths[0] / nats[0], rtol=1e-3)
+    assert all(x >= 0 and x + length <= width for _, x, length in bars)
+    assert [kind for kind, _, _ in bars] == ["full", "best", "plain", "plain"]
+    assert "logarithmic scale" in drawn
+    assert "3.00e+09" in drawn
+
+
+def test_bars_on_a_linear_scale_begin_at_zero():
+    drawn = perplexity([Bar("a", {0: 30.0, 1: 34.0}), Bar("b", {None: 64.0})], WIDE)
+    (_, start, a), (_, begin, b) = bars_of(drawn)
+    assert start == begin
+    assert a / b == pytest.approx(0.5, rel=1e-3)
+    assert "logarithmic" not in drawn
+    dots = [float(x) for x in re.findall(r'class="seed" cx="([\d.]+)"', drawn)]
+    np.testing.assert_allclose([(x - start) / b for x in dots], [30 / 64, 34 / 64], rtol=1e-3)
+    assert "32.00 ± 2.83" in drawn
+
+
+def test_what_is_not_finite_is_said():
+    drawn = perplexity([Bar("a", {0: 30.0, 1: math.inf}), Bar("b", {None: 40.0})], WIDE)
+    assert drawn.count("not finite") >= 2
+    assert "bar plain broken" in drawn
+    Page(drawn)
+    Page(perplexity([Bar("a", {None: math.nan})], WIDE))
+
+
+def test_differences_that_are_noise_look_like_it():
+    found = [
+        ("base", None),
+        ("good", Difference(-0.5, (-0.6, -0.4), True, "better")),
+        ("one", Difference(0.2, None, False, "one seed: cannot be told from noise")),
+    ]
+    drawn = differences(found, WIDE)
+    kinds = [kind for kind, _, _ in bars_of(drawn)]
+    assert kinds == ["best", "plain unsure"]
+    assert drawn.count("whisker") == 3
+    (_, _, good), (_, _, one) = bars_of(drawn)
+    assert good / one == pytest.approx(2.5, rel=1e-3)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+@settings(max_examples=50, deadline=None)
+def test_ticks_are_round_and_few(low, span):
+    found = ticks(low, low + span)
+    assert 2 <= len(found) <= 11
+    slack = 1e-6 * (span + abs(low))
+    assert all(low - slack <= tick <= low + span + slack for tick in found)
+    assert found == sorted(found)
+
+
+@given(st.floats(-6, 6), st.floats(0.5, 200))
+@settings(max_examples=50, deadline=None)
+def test_logarithmic_ticks_are_few(low, decades):
+    low, high = 10.0**low, 10.0 ** (low + decades)
+    found = log_ticks(low, high)
+    assert 1 <= len(found) <= 9
+    assert all(low <= tick <= high for tick in found)
+
+
+def test_numbers_and_labels():
+    told = [number(x) for x in (0, 0.25, 1234.5, 222_433, 1.2e9, 2e-7, math.inf)]
+    assert told == ["0", "0.25", "1,234", "222,433", "1.2·10⁹", "2·10⁻⁷", "not finite"]
+    assert apart([10, 0, 11], 5) == [10, 0, 15]
+
+
+def test_the_picture_is_what_was_measured():
+    indices = np.arange(60, dtype=np.uint8).reshape(5, 12) * 4
+    picture = matplotlib.image.imread(io.BytesIO(_png(indices, _palette())), format="png")
+    np.testing.assert_array_equal(np.rint(picture[..., :3] * 255), _palette()[indices])
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (64, 144), (100, 300), (65, 1000)])
+def test_pooling_keeps_the_largest(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    found = pooled(x)
+    rows, columns = min(shape[0], 64), min(shape[1], 144)
+    assert found.shape == (rows, columns)
+    expected = np.zeros((rows, columns), np.float32)
+    down = np.searchsorted(np.arange(rows) * shape[0] // rows, np.arange(shape[0]), "right") - 1
+    across = np.searchsorted(np.arange(columns) * shape[1] // columns, np.arange(shape[1]), "right")
+    np.maximum.at(expected, (down[:, None], across[None] - 1), np.abs(x))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_anatomy_is_what_inspect_finds(variant):
+    model = fold_norms(variant("llama-biases"))
+    loud = jnp.ones(48).at[jnp.array([5, 30])].set(40.0)
+    model = model.replace(params=model.params.replace(embed=model.params.embed * loud))
+    rows = np.random.default_rng(1).integers(0, 97, (1, 16), np.int32)
+    learned = Learned(random_rotations(model.config, 0))
+    scheme = runs.tiny_config(Path("x"), Path("y")).scheme
+    found = anatomy(model, rows, learned, scheme)
+    expected = inspect(model, rows, learned, scheme)["sites"]
+    assert set(found["sites"]) == set(expected)
+    for name, site in found["sites"].items():
+        for figure, values in site.items():
+            for when in ("before", "after"):
+                told = [layer[when][figure] for layer in expected[name]]
+                np.testing.assert_allclose(values[when], told, rtol=6e-3)
+    one = found["activation"]
+    assert {channel for channel, _ in one["loud"][:2]} == {5, 30}
+    assert np.shape(one["before"]) == np.shape(one["after"]) == (16, 48)
+    assert np.max(one["before"]) == one["loud"][0][1] > np.max(one["after"])
+    plain = anatomy(model, rows, None, scheme)
+    assert set(plain["sites"]["down"]["error"]) == {"before"}
+    assert "after" not in plain["activation"]
+    still = anatomy(model, rows, Learned(Rotations()), scheme)
+    assert "after" not in still["activation"]
+    assert set(still["sites"]["residual"]["crest"]) == {"before"}
+
+
+@needs_browser
+def test_the_browser_tells_of_faults(tmp_path):
+    """What the next test relies on can fail."""
+    file = tmp_path / "bad.html"
+    file.write_text(
+        '<!doctype html><body><div style="width: 500px">x</div>'
+        '<img src="http://outside.invalid/x.png"><script>nothing()</script>'
+    )
+    seen = look(file, 390)
+    assert seen.asked[1:] == ["http://outside.invalid/x.png"]
+    assert any("nothing is not defined" in fault for fault in seen.faults)
+    assert (seen.inner, seen.scrolled > 500) == (390, True)
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_in_a_browser(ran, compared, width, dark):
+    folder, file = compared
+    app(["compare", str(folder), "--report", str(file)], standalone_mode=False)
+    for page in (ran[0] / "report.html", file):
+        seen = look(page, width, dark=dark)
+        assert seen.faults == []
+        asked = [address for address in seen.asked if not address.startswith("data:")]
+        assert asked == [page.resolve().as_uri()]
+        assert (seen.inner, seen.scrolled) == (width, width)  # nothing sticks out
+        assert seen.background == ("rgb(21, 23, 27)" if dark else "rgb(255, 255, 255)")
+        assert "Perplexity" in seen.text
