@@ -51,6 +51,7 @@ def run(
     from qrot.experiment.mixed import bits_maps
     from qrot.experiment.results import notes, table, title
     from qrot.experiment.run import run as run_config
+    from qrot.experiment.scores import score_table, score_title
 
     # Orbax logs the traceback of what it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -65,6 +66,8 @@ def run(
         print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
         raise typer.Exit(130) from None
     console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
+    if "zeroshot" in results:
+        console.print("", score_title(results), score_table(results), sep="\n", highlight=False)
     for drawn in bits_maps(results):
         console.print("", drawn, sep="\n", highlight=False)
     folder = Path(settings.out)
