@@ -15,7 +15,6 @@ from qrot.errors import InputError
 app = typer.Typer(
     help="Rotations that make language models easy to quantise.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -38,10 +37,30 @@ def run(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learn.steps=5."),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,C",
+            help="A run for each of these values, in one study folder; several multiply.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be run and what it takes.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs of a sweep at a time; 1, or all on a cluster.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Spread a sweep by submitit: slurm, or local to try it.")
+    ] = None,
+    cluster_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="For submitit, such as timeout_min=60."),
+    ] = None,
 ) -> None:
     """Measure a model at one scheme by several methods, learned rotations among them.
 
-    A run that was interrupted goes on where it stopped.
+    A run that was interrupted goes on where it stopped; a sweep skips what is done.
     """
     import logging
 
@@ -57,6 +76,11 @@ def run(
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     console = Console()
     file = find_config(config)
+    if not sweep and (jobs or cluster or cluster_option):
+        raise InputError("--jobs, --cluster and --cluster-option go with --sweep")
+    if sweep or dry_run:
+        _sweep(file, overrides or [], sweep or [], dry_run, jobs, cluster, cluster_option or [])
+        return
     settings = read_config(file, overrides or [])
     if file.parent == PRESETS:
         console.print(f"{config}, with these settings:", applied(settings), sep="\n", markup=False)
@@ -73,6 +97,42 @@ def run(
     folder = Path(settings.out)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
     console.print(f"{folder}: {', '.join(files)}", highlight=False)
+
+
+def _sweep(
+    file: Path,
+    overrides: list[str],
+    sweeps: list[str],
+    dry_run: bool,
+    jobs: int | None,
+    cluster: str | None,
+    options: list[str],
+) -> None:
+    from rich.console import Console
+
+    from qrot.experiment.launch import run_sweep
+    from qrot.experiment.sweep import estimates, plan, read_sweep
+
+    console = Console()
+    combinations = read_sweep(file, overrides, sweeps)
+    if dry_run:
+        seconds, source = estimates(combinations)
+        console.print(plan(combinations, seconds), source, sep="\n", highlight=False)
+        return
+    study = Path(combinations[0].config.out).parent
+    try:
+        failures = run_sweep(combinations, console, jobs=jobs, cluster=cluster, options=options)
+    except KeyboardInterrupt:
+        print(f"stopped; run again to go on in {study}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    try:
+        _print_comparison([study], [], None, "terminal")
+    except InputError as error:  # what was run is there, even if no table holds all of it
+        print(f"qrot: no table of the study: {error}", file=sys.stderr)
+    for failure in failures:
+        print(f"qrot: {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -92,6 +152,10 @@ def compare(
     Rows that differ in nothing but the seed are taken together. Runs that were measured by
     different protocols are refused.
     """
+    _print_comparison(runs, by or [], against, kind)
+
+
+def _print_comparison(runs: list[Path], by: list[str], against: str | None, kind: str) -> None:
     from rich.console import Console
 
     from qrot.experiment import compare as module
@@ -101,7 +165,7 @@ def compare(
     if kind not in formats:
         raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
     found = module.read_runs(runs)
-    groups = module.grouped(found, by or [])
+    groups = module.grouped(found, by)
     table = formats[kind](module.lines(groups, module.chosen(groups, against)))
     if kind == "terminal":
         everything = [row for run in found for row in run.results["rows"]]

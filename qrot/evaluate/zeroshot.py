@@ -80,7 +80,7 @@ def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
         raise InputError("zeroshot.bos: this model has no BOS token")
     found = []
     for task in settings.tasks:
-        file = Path(task) if _is_file(task) else Path(settings.path or "") / f"{task}.jsonl"
+        file = task_file(settings, task)
         kind, rows, digest = read_rows(file)
         rows, requests = rows[: settings.count], []
         for line, row in enumerate(rows, 1):
@@ -96,6 +96,11 @@ def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
                 ]
         found.append(Task(file.stem, kind, rows, digest, requests))
     return tuple(found)
+
+
+def task_file(settings: ZeroShot, task: str) -> Path:
+    """Where a task of a configuration is."""
+    return Path(task) if _is_file(task) else Path(settings.path or "") / f"{task}.jsonl"
 
 
 def read_rows(file: Path) -> tuple[Kind, list[dict[str, Any]], str]:

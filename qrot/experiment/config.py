@@ -290,7 +290,10 @@ def _sentence(errors: list[Any], settings: Any) -> str:
         if isinstance(value, dict) and part not in value:
             return f"{'.'.join(path)}: this key is needed"
         value = value[part]
-    return f"{'.'.join(path)}: expected {_expected(kind)}, not {value!r}"
+    sentence = f"{'.'.join(path)}: expected {_expected(kind)}, not {value!r}"
+    names = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
+    near = difflib.get_close_matches(str(value), names, 1)
+    return f"{sentence}, did you mean '{near[0]}'?" if near else sentence
 
 
 def _section(kind: Any) -> Any:

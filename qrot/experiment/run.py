@@ -45,13 +45,17 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
         with writing(folder):
             results = _begin(inputs)
             done = {(row["method"], row["seed"]) for row in results["rows"]}
-            for method in config.methods:
-                for seed in _seeds(config, method):
-                    if (method, seed) not in done:
-                        results["rows"].append(_row(inputs, method, seed))
-                        write_results(folder / "results.json", results)
-                        (folder / FILE).unlink(missing_ok=True)  # is in the row now
+            for method, seed in planned(config):
+                if (method, seed) not in done:
+                    results["rows"].append(_row(inputs, method, seed))
+                    write_results(folder / "results.json", results)
+                    (folder / FILE).unlink(missing_ok=True)  # is in the row now
     return results
+
+
+def planned(config: RunConfig) -> list[tuple[str, int | None]]:
+    """The rows of a run, each a method and a seed, in their order."""
+    return [(method, seed) for method in config.methods for seed in _seeds(config, method)]
 
 
 def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
