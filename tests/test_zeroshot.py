@@ -149,7 +149,7 @@ def task_rows_of(folder, name):
 
 def test_padding_and_neighbours_do_not_change_a_score(logits_of, model):
     requests = [Request(DRAW.integers(0, 97, n).astype(np.int32), 1 + n % 4) for n in
-                (5, 32, 33, 34, 64, 65, 100, 129)]  # fmt: skip
+                (5, 33, 34, 65, 129)]  # fmt: skip
     assert sorted({padded_length(r, 128) for r in requests}) == [32, 64, 128]
     together, greedy = log_likelihoods(logits_of, requests, window=128, tokens=200)
     for request, found, hit in zip(requests, together, greedy, strict=True):

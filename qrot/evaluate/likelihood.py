@@ -63,7 +63,7 @@ def log_likelihoods(
     *,
     window: int,
     tokens: int = TOKENS,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[int], object] = lambda done: None,
 ) -> tuple[Float[np.ndarray, " requests"], Bool[np.ndarray, " requests"]]:
     """The log-likelihood of each continuation in nats, summed over its tokens, and whether it is
     what greedy decoding would write.

@@ -24,6 +24,7 @@ try:
         get_rolling_token_windows,
         make_disjoint_window,
     )
+    from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 except ImportError as error:
     raise InputError("lm-eval is not installed: run `pip install qrot[lm-eval]`") from error
 
@@ -51,13 +52,15 @@ class LikelihoodModel(LM):
         self._bos = config.bos_token_id if bos else None
         self._prefix = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
 
-    def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation after its context, and whether it is greedy."""
         bos, prefix = self._bos, self._prefix
         pairs = [encode_pair(self._tokenizer, *r.args, bos=bos, prefix=prefix) for r in requests]
-        return self._answers(pairs)
+        return self._answers(pairs, disable_tqdm)
 
-    def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, in windows that overlap by one token, as lm-eval cuts
         them; the first token follows BOS, or EOS where there is none."""
         if self._prefix is None:
@@ -70,7 +73,7 @@ class LikelihoodModel(LM):
                 parts.append(Request(np.asarray(context + scored, np.int32), len(scored)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
-        for owner, (found, _greedy) in zip(owners, self._answers(parts), strict=True):
+        for owner, (found, _greedy) in zip(owners, self._answers(parts, disable_tqdm), strict=True):
             totals[owner] += found
         return totals
 
@@ -78,6 +81,9 @@ class LikelihoodModel(LM):
         """Not there: raises NotImplementedError."""
         raise NotImplementedError("qrot answers tasks by likelihood; this one generates text")
 
-    def _answers(self, requests: list[Request]) -> list[tuple[float, bool]]:
-        found, greedy = log_likelihoods(self._logits_of, requests, window=self._window)
+    def _answers(self, requests: list[Request], quiet: bool) -> list[tuple[float, bool]]:
+        with tqdm(total=len(requests), desc="likelihoods", disable=quiet) as bar:
+            found, greedy = log_likelihoods(
+                self._logits_of, requests, window=self._window, advance=bar.update
+            )
         return [(float(x), bool(y)) for x, y in zip(found, greedy, strict=True)]

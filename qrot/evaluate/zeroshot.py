@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -194,17 +193,17 @@ def scores(
             "count": len(task.rows),
         }
     choices = [row["choices" if task.kind == "choices" else "context_options"] for row in task.rows]
-    gold = np.array([row["gold"] for row in task.rows])
+    gold = [row["gold"] for row in task.rows]
     each = np.split(log_likelihood, np.cumsum([len(options) for options in choices])[:-1])
-    found = _mean("acc", [int(ll.argmax()) for ll in each] == gold)
+    found = _mean("acc", np.equal([ll.argmax() for ll in each], gold))
     if task.kind == "choices":
         by = [ll / [len(c) for c in options] for ll, options in zip(each, choices, strict=True)]
-        found |= _mean("acc_norm", [int(ll.argmax()) for ll in by] == gold)
+        found |= _mean("acc_norm", np.equal([ll.argmax() for ll in by], gold))
     return {**found, "count": len(task.rows)}
 
 
-def _mean(name: str, values: Sequence[bool] | np.ndarray) -> dict[str, float | None]:
-    values = np.asarray(values, np.float64)
+def _mean(name: str, values: np.ndarray) -> dict[str, float | None]:
+    values = values.astype(np.float64)
     return {name: float(values.mean()), f"{name}_stderr": _stderr(values)}
 
 

@@ -58,7 +58,7 @@ def measured_ratio(done: Iterable[tuple[RunConfig, dict[str, Any]]], model: Mode
     return (taken / expected, int(count)) if count else None
 
 
-def _forward(millions: float, tokens: float) -> float:
+def _forward(millions: float, tokens: int | float) -> float:
     return FORWARD * millions * tokens / 1000
 
 

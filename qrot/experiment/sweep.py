@@ -159,26 +159,26 @@ def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], 
     seconds = []
     for c in combinations:
         model = models[c.config.model]
-        known = model is not None
-        left = run_seconds(c.config, model, c.left) * ratios[c.config.model] if known else None
-        seconds.append(left)
+        left = None if model is None else run_seconds(c.config, model, c.left)
+        seconds.append(None if left is None else left * ratios[c.config.model])
     return seconds, f"Estimates: {'; '.join(sources)}."
 
 
 def plan(combinations: Sequence[Combination], seconds: Sequence[float | None]) -> Table:
     """The runs as a table for a terminal: what differs, what is done, what it will take."""
-    keys = list(combinations[0].swept)
+    keys = list(combinations[0].swept) or ["run"]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in (*(keys or ["run"]), "methods", "scheme"):
+    shown = [name for name in ("methods", "scheme") if name not in keys]
+    for name in (*keys, *shown):
         drawn.add_column(name, overflow="fold")
     for name in ("rows", "done", "s left"):
         drawn.add_column(name, justify="right", no_wrap=True)
     for c, left in zip(combinations, seconds, strict=True):
-        rows, config = len(planned(c.config)), c.config
+        rows = len(planned(c.config))
+        about = {"methods": ", ".join(c.config.methods), "scheme": c.config.scheme.name}
         drawn.add_row(
             *(c.swept.values() or [c.name]),
-            ", ".join(config.methods),
-            config.scheme.name,
+            *(about[name] for name in shown),
             str(rows),
             "yes" if not c.left else str(rows - len(c.left)),
             "?" if left is None else f"{left:,.0f}",
