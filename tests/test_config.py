@@ -115,7 +115,10 @@ def test_what_is_written_is_read_back(file):
         ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
          "'best'"),
         ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', "
-         "'quip', 'quip_sharp', 'qat', not 'gptw'"),
+         "'quip', 'quip_sharp', 'qat', not 'gptw', did you mean 'gptq'?"),
+        ("methods=[learnt]", "methods.0: expected one of 'full_precision', 'no_rotation', "
+         "'random_orthogonal', 'random_hadamard', 'random_hadamard_shift', 'smoothquant', "
+         "'equalised', 'slicegpt', 'learned', 'saved', not 'learnt', did you mean 'learned'?"),
         ("quip.damping=2.0", "quip.damping: 2.0 is outside 0 to 1"),
         ("quip.seed=-1", "quip.seed: a seed is not negative"),
         ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
+from qrot.evaluate.zeroshot import ZeroShot
 from qrot.experiment.data import Data
 from qrot.grid import OFF
 from qrot.learn.qat import Qat
@@ -76,6 +77,7 @@ class RunConfig:
     rotations: the sites that are rotated, by every method that rotates.
     seeds: of the random rotations; learn_seeds: of the learned ones, each learned on its own.
     evaluate: the windows of text to judge by, `batch` of them at a time.
+    zeroshot: tasks to judge every row by as well; None for none.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -105,6 +107,7 @@ class RunConfig:
     qat: Qat = field(default_factory=Qat)
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
+    zeroshot: ZeroShot | None = None
 
     def __post_init__(self):
         for name in ("methods", "seeds", "learn_seeds"):
@@ -287,7 +290,10 @@ def _sentence(errors: list[Any], settings: Any) -> str:
         if isinstance(value, dict) and part not in value:
             return f"{'.'.join(path)}: this key is needed"
         value = value[part]
-    return f"{'.'.join(path)}: expected {_expected(kind)}, not {value!r}"
+    sentence = f"{'.'.join(path)}: expected {_expected(kind)}, not {value!r}"
+    names = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
+    near = difflib.get_close_matches(str(value), names, 1)
+    return f"{sentence}, did you mean '{near[0]}'?" if near else sentence
 
 
 def _section(kind: Any) -> Any:

@@ -15,6 +15,7 @@ from qrot.evaluate.perplexity import mean_nll
 from qrot.experiment.prepare import Fused, Inputs
 from qrot.experiment.stages import FUSE, forward_seconds, millions
 from qrot.experiment.weights import rounded
+from qrot.experiment.zeroshot import judge_tasks
 from qrot.model.forward import forward
 from qrot.model.fuse import fuse
 from qrot.model.params import Params
@@ -27,7 +28,7 @@ def judge(
     inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme, *, kept: int | None = None
 ) -> dict[str, Any]:
     """Fuse, round and evaluate: nats a token and perplexity, on the other text, too, if there is
-    one; and how the weights were rounded.
+    one; scores of the zero-shot tasks; and how the weights were rounded.
 
     kept: directions of the residual stream that are not cut off; None for all of them.
     """
@@ -72,6 +73,8 @@ def judge(
         found["other_"] = evaluate(inputs.other_rows, "evaluating on the other text")
     for text, nll in found.items():
         facts |= {f"{text}nll": nll, f"{text}perplexity": math.exp(min(nll, 700))}
+    if inputs.tasks:
+        facts["zeroshot"] = judge_tasks(inputs, name, logits)
     return facts
 
 

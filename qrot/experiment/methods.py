@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 import qrot
 from qrot.experiment.config import resolved
+from qrot.experiment.estimate import learning_seconds
 from qrot.experiment.plot import plot_learning
 from qrot.experiment.prepare import Inputs
 from qrot.experiment.results import BESIDE
-from qrot.experiment.stages import forward_seconds
+from qrot.experiment.stages import forward_seconds, millions
 from qrot.learn.loop import learn, load_history, total_steps
 from qrot.quantize.equalise import equalise
 from qrot.quantize.slicegpt import principal_directions
@@ -75,8 +76,7 @@ def _learned(inputs: Inputs, name: str, seed: int) -> Prepared:
     earlier = _seconds(history) + _seconds(folder / "start" / history.name)
     began = time.perf_counter()
     steps = total_steps(settings)
-    tokens = settings.steps * settings.batch * settings.length
-    seconds = 60 + 4 * forward_seconds(model, tokens)
+    seconds = learning_seconds(settings, millions(model))
     with inputs.stages.stage(f"{name}: learning", steps, seconds=seconds) as advance:
 
         def progress(step: int, steps: int, metrics: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from qrot.errors import located
 from qrot.evaluate.perplexity import Windows, cut_windows, spread_windows
+from qrot.evaluate.zeroshot import Task, read_tasks
 from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Data, Texts, read_text, read_texts
@@ -56,6 +57,7 @@ class Inputs:
     other_text: str | None
     folder: Path
     stages: Stages
+    tasks: tuple[Task, ...] = ()  # to judge by as well
 
     @cached_property
     def shifts(self) -> Shifts:
@@ -93,9 +95,13 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
             saved, _ = load_rotations(Path(config.saved), digest=model.digest)
         refuse_combination(config, saved)
         warn_of_combination(config, saved)
+    tasks = ()
+    if config.zeroshot is not None:
+        with stages.stage("reading the tasks", seconds=5.0):
+            tasks = read_tasks(config.zeroshot, model)
     other_text = None if other is None else other.name
     return Inputs(
-        config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages
+        config, model, calibration, rows, other_rows, texts.name, other_text, folder, stages, tasks
     )
 
 

@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 
 from qrot.errors import InputError
+from qrot.experiment.scores import score_markdown
 
 BESIDE = ("shifts", "scales", "clips")  # what may be learned beside the rotations
 COLUMNS = ("method", "seeds", "perplexity", "nats lost", "gap closed", "s")
@@ -132,12 +133,13 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as a table in Markdown, with title and notes."""
+    """The results as tables in Markdown, with titles and notes."""
     names = columns(results["rows"])
     lines = [names, tuple("---" if name == "method" else "---:" for name in names)]
     lines += cells(results["rows"])
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n"
+    tasks = f"\n{score_markdown(results)}" if "zeroshot" in results else ""
+    return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n{tasks}"
 
 
 def title(results: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from qrot.experiment.prepare import Inputs, prepare
 from qrot.experiment.report.run import write_report
 from qrot.experiment.results import read_results, write_results, write_text
 from qrot.experiment.stages import Stages
+from qrot.experiment.zeroshot import FILE, zeroshot_protocol
 from qrot.scheme import Scheme
 
 
@@ -47,14 +48,19 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
         with writing(folder):
             results = _begin(inputs)
             done = {(row["method"], row["seed"]) for row in results["rows"]}
-            for method in config.methods:
-                for seed in _seeds(config, method):
-                    if (method, seed) not in done:
-                        results["rows"].append(_row(inputs, method, seed))
-                        write_results(folder / "results.json", results)
+            for method, seed in planned(config):
+                if (method, seed) not in done:
+                    results["rows"].append(_row(inputs, method, seed))
+                    write_results(folder / "results.json", results)
+                    (folder / FILE).unlink(missing_ok=True)  # is in the row now
             keep_anatomy(inputs, results["rows"])
             write_report(folder)
     return results
+
+
+def planned(config: RunConfig) -> list[tuple[str, int | None]]:
+    """The rows of a run, each a method and a seed, in their order."""
+    return [(method, seed) for method in config.methods for seed in _seeds(config, method)]
 
 
 def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
@@ -65,18 +71,23 @@ def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
 
 def _begin(inputs: Inputs) -> dict[str, Any]:
     """The results so far; none yet for a new folder, which gets its config.yaml."""
-    folder, protocol = inputs.folder, _protocol(inputs)
+    folder, protocol, tasks = inputs.folder, _protocol(inputs), zeroshot_protocol(inputs)
     results = read_results(folder / "results.json")
     if results is not None and (key := first_difference(results["protocol"], protocol)):
         raise InputError(
             f"{folder}: was measured with another {key} ({results['protocol'].get(key)}, now "
             f"{protocol.get(key)}); choose another folder with out="
         )
+    if results is not None and (key := first_difference(results.get("zeroshot", {}), tasks)):
+        raise InputError(
+            f"{folder}: was measured with another zeroshot.{key}; choose another folder with out="
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", to_yaml(inputs.config))
     rows = results["rows"] if results else []
-    return {"protocol": protocol, "environment": _environment(), "rows": rows}
+    about = {"protocol": protocol, "environment": _environment()}
+    return {**about, **({"zeroshot": tasks} if tasks else {}), "rows": rows}
 
 
 def _protocol(inputs: Inputs) -> dict[str, Any]:

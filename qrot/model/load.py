@@ -39,6 +39,19 @@ def load(source: str, *, dtype: Any = jnp.float32) -> Model:
     return opened.model(opened.read())
 
 
+def local_config(source: str) -> ModelConfig | None:
+    """The configuration of a model, without its weights; None where it would have to be fetched.
+
+    Errors as for `load`.
+    """
+    if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(source):
+        return None
+    path = _locate(source)
+    with _readable(path):
+        opened = huggingface.open_folder if path.is_dir() else gguf.open_gguf
+        return opened(path, jnp.float32)[0]
+
+
 class Opened(NamedTuple):
     """A model whose parameters are yet to be read, all of them or layer by layer."""
 

@@ -1,0 +1,5 @@
+"""python -m qrot.cli"""
+
+from qrot.cli import main
+
+main()

@@ -1,0 +1,68 @@
+"""qrot bench: what things cost on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def _benches() -> None:
+    """Measure what things cost on this machine."""
+
+
+@app.command("learn")
+def bench_learn(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    weight_bits: Annotated[int, typer.Option(help="Bits of the weights in training.")] = 16,
+    batch: Annotated[int, typer.Option(help="Windows in a step.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+) -> None:
+    """Seconds of one learning step, part by part, and its ratio to a plain forward pass."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages
+    from qrot.model.load import load
+
+    console = Console()
+    with (
+        Stages(console) as stages,
+        stages.stage("measuring", bench.LEARN_FUNCTIONS * (rounds + 1), seconds=60) as advance,
+    ):
+        result = bench.bench_learn(
+            load(model),
+            weight_bits=weight_bits,
+            batch=batch,
+            length=length,
+            rounds=rounds,
+            advance=advance,
+        )
+    console.print(bench.learn_table(result))
+
+
+@app.command("gptq")
+def bench_gptq(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    bits: Annotated[int, typer.Option(help="Bits of the weights.")] = 4,
+    windows: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+) -> None:
+    """Seconds of GPTQ for a whole model: the capture of what weights read, and the solving."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages, forward_seconds
+    from qrot.model.load import load
+
+    console, loaded = Console(), load(model)
+    layers, seconds = loaded.config.num_hidden_layers, forward_seconds(loaded, windows * length)
+    with Stages(console) as stages, stages.stage("GPTQ", layers, seconds=3 * seconds) as advance:
+        result = bench.bench_gptq(
+            loaded, bits=bits, windows=windows, length=length, advance=advance
+        )
+    console.print(bench.gptq_table(result))

@@ -1,0 +1,65 @@
+"""qrot generate."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from qrot.errors import InputError
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A run folder, a rotations.safetensors, or a model as in a config."),
+    ],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token, 1 draws as the model says.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    scheme: Annotated[
+        str | None, typer.Option(help="W4A4KV4 or the like, in place of the run's.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="rtn or gptq; as in the run by default.")
+    ] = None,
+) -> None:
+    """Let a quantised model write, its weights and cache kept as integers.
+
+    A model of no run is left at full precision, or with --scheme gets a random Hadamard rotation.
+    """
+    import time
+
+    from rich.console import Console
+
+    from qrot import generate as module
+    from qrot.experiment.stages import Stages
+    from qrot.export.fitted import WEIGHTS
+    from qrot.model.tokenizer import encode
+
+    if weights not in (None, *WEIGHTS):
+        raise InputError(f"--weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
+    chosen = None if scheme is None else module.scheme_named(scheme)
+    console = Console(stderr=True)
+    with Stages(console) as stages:
+        network = module.writer(model, stages, scheme=chosen, weights=weights)
+    tokenizer = network.opened.tokenizer
+    told, marks = encode(tokenizer, prompt), [time.perf_counter()]
+    options = {"steps": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    print(prompt, end="", flush=True)
+    all_tokens, shown = list(told), tokenizer.decode(list(told))
+    for token in module.written(network, told, **options):
+        marks.append(time.perf_counter())
+        all_tokens.append(token)
+        text = tokenizer.decode(all_tokens)
+        if not text.endswith("\ufffd"):  # half of a character is not shown yet
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+    console.print(module.summary(network, len(told), marks), highlight=False)

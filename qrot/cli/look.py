@@ -1,0 +1,109 @@
+"""qrot compare and qrot inspect."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qrot.errors import InputError
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="A key of the config that sets rows apart, such as scheme.keys.bits."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The row to compare with (its first words will do).")
+    ] = None,
+    kind: Annotated[str, typer.Option("--format", help="terminal, markdown or csv.")] = "terminal",
+    report: Annotated[
+        Path | None, typer.Option(help="An HTML file for figures and tables, to look at.")
+    ] = None,
+) -> None:
+    """Set runs side by side: spread over seeds, differences, and which of them are real.
+
+    Rows that differ in nothing but the seed are taken together. Runs that were measured by
+    different protocols are refused.
+    """
+    print_comparison(runs, by or [], against, kind, report)
+
+
+def print_comparison(
+    runs: list[Path], by: list[str], against: str | None, kind: str, report: Path | None = None
+) -> None:
+    """What `qrot compare` prints, and its report if one is asked for."""
+    from rich.console import Console
+
+    from qrot.experiment import compare as module
+    from qrot.experiment.results import title
+
+    formats = {"terminal": module.terminal, "markdown": module.markdown, "csv": module.as_csv}
+    if kind not in formats:
+        raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
+    if report is not None and not report.parent.is_dir():
+        raise InputError(f"--report: {report.parent} is no folder")
+    found = module.read_runs(runs)
+    groups = module.grouped(found, by)
+    base = module.chosen(groups, against)
+    table = formats[kind](module.lines(groups, base))
+    if kind == "terminal":
+        everything = [row for run in found for row in run.results["rows"]]
+        head = title({**found[0].results, "rows": everything})
+        Console().print(head, table, module.NOTE, sep="\n", highlight=False)
+    else:
+        print(table, end="")
+    if report is not None:
+        from qrot.experiment.report.comparison import write_comparison
+
+        try:
+            write_comparison(report, found, groups, base)
+        except OSError as error:
+            raise InputError(f"{report}: cannot be written ({error.strerror})") from error
+        print(report, file=sys.stderr)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
+    rotations: Annotated[
+        Path | None,
+        typer.Option(help="A rotation file; a random Hadamard rotation without one."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to run; Python's reference manual without one.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of the text.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    bits: Annotated[int, typer.Option(help="Bits of activations, keys and values.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for all the figures.")] = None,
+) -> None:
+    """Show where a model's outliers are, what a rotation does to them, and what rounding costs."""
+    import json
+
+    from rich.console import Console
+
+    from qrot.experiment.inspect import STEPS, tables
+    from qrot.experiment.inspect import inspect as measure
+    from qrot.experiment.prepare import inspected
+    from qrot.experiment.results import write_text
+    from qrot.experiment.stages import Stages
+    from qrot.grid import Grid
+    from qrot.scheme import Scheme
+
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"--out: {out.parent} is no folder")
+    grid = Grid(bits, "asymmetric")
+    scheme, console = Scheme(activations=grid, keys=grid, values=grid), Console()
+    with Stages(console) as stages:
+        loaded, rows, learned = inspected(model, rotations, text, windows, length, stages)
+        with stages.stage("measuring", STEPS, seconds=60.0) as advance:
+            found = measure(loaded, rows, learned, scheme, advance=advance)
+    for table in tables(found, scheme):
+        console.print(table, highlight=False)
+    if out is not None:
+        write_text(out, json.dumps(found, indent=1) + "\n")
+        console.print(str(out), highlight=False)

@@ -1,0 +1,124 @@
+"""qrot run: one run, or a sweep of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qrot.cli.look import print_comparison
+from qrot.errors import InputError
+
+_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png", ".html")
+
+
+def run(
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A YAML file, such as configs/demo.yaml, or a method as published: quarot, "
+            "spinquant_had, spinquant_no_had, llm_int8."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learn.steps=5."),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,C",
+            help="A run for each of these values, in one study folder; several multiply.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be run and what it takes.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs of a sweep at a time; 1, or all on a cluster.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Spread a sweep by submitit: slurm, or local to try it.")
+    ] = None,
+    cluster_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="For submitit, such as timeout_min=60."),
+    ] = None,
+) -> None:
+    """Measure a model at one scheme by several methods, learned rotations among them.
+
+    A run that was interrupted goes on where it stopped; a sweep skips what is done.
+    """
+    import logging
+
+    from rich.console import Console
+
+    from qrot.experiment.config import PRESETS, applied, find_config, read_config
+    from qrot.experiment.mixed import bits_maps
+    from qrot.experiment.results import notes, table, title
+    from qrot.experiment.run import run as run_config
+    from qrot.experiment.scores import score_table, score_title
+
+    # Orbax logs the traceback of what it raises as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    console = Console()
+    file = find_config(config)
+    if not sweep and (jobs or cluster or cluster_option):
+        raise InputError("--jobs, --cluster and --cluster-option go with --sweep")
+    if sweep or dry_run:
+        _sweep(file, overrides or [], sweep or [], dry_run, jobs, cluster, cluster_option or [])
+        return
+    settings = read_config(file, overrides or [])
+    if file.parent == PRESETS:
+        console.print(f"{config}, with these settings:", applied(settings), sep="\n", markup=False)
+    try:
+        results = run_config(settings, console)
+    except KeyboardInterrupt:
+        print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
+    if "zeroshot" in results:
+        console.print("", score_title(results), score_table(results), sep="\n", highlight=False)
+    for drawn in bits_maps(results):
+        console.print("", drawn, sep="\n", highlight=False)
+    folder = Path(settings.out)
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
+    console.print(f"{folder}: {', '.join(files)}", highlight=False)
+
+
+def _sweep(
+    file: Path,
+    overrides: list[str],
+    sweeps: list[str],
+    dry_run: bool,
+    jobs: int | None,
+    cluster: str | None,
+    options: list[str],
+) -> None:
+    from rich.console import Console
+
+    from qrot.experiment.launch import run_sweep
+    from qrot.experiment.sweep import estimates, plan, read_sweep
+
+    console = Console()
+    combinations = read_sweep(file, overrides, sweeps)
+    if dry_run:
+        seconds, source = estimates(combinations)
+        console.print(plan(combinations, seconds), source, sep="\n", highlight=False)
+        return
+    study = Path(combinations[0].config.out).parent
+    try:
+        failures = run_sweep(combinations, console, jobs=jobs, cluster=cluster, options=options)
+    except KeyboardInterrupt:
+        print(f"stopped; run again to go on in {study}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    try:
+        print_comparison([study], [], None, "terminal")
+    except InputError as error:  # what was run is there, even if no table holds all of it
+        print(f"qrot: no table of the study: {error}", file=sys.stderr)
+    for failure in failures:
+        print(f"qrot: {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
