@@ -48,10 +48,9 @@ def scheme_named(name: str) -> Scheme:
     if match is None:
         raise InputError(f"--scheme: {name!r} is no name such as W4A4KV4, W8A8 or W4A16")
     weights, activations, cache = (int(bits) if bits else OFF for bits in match.groups())
-    return Scheme(
-        Grid(weights, clip="mse"),
-        *(Grid(bits, "asymmetric") for bits in (activations, cache, cache)),
-    )
+    cache_grid = Grid(cache, "asymmetric")
+    inputs = Grid(activations, "asymmetric")
+    return Scheme(Grid(weights, clip="mse"), inputs, keys=cache_grid, values=cache_grid)
 
 
 def writer(
