@@ -29,10 +29,10 @@ _WIDEST = 4096  # bytes a token's codes may take
 _LOW = -1e30  # a score that leaves nothing, and whose difference to itself is a number
 
 
-def refusal(q: Any, keys: Any, values: Any, new: int) -> str | None:
-    """Why the kernel cannot read this cache for `new` tokens; None where it can."""
-    if new != 1:
-        return f"it is for one new token at a time, not {new}"
+def refusal(q: Any, keys: Any, values: Any) -> str | None:
+    """Why the kernel cannot read this cache for these queries; None where it can."""
+    if q.shape[1] != 1:
+        return f"it is for one new token at a time, not {q.shape[1]}"
     if q.dtype.name not in ("float32", "bfloat16"):
         return f"it does float32 and bfloat16, not {q.dtype.name}"
     for held in (keys, values):
@@ -46,7 +46,7 @@ def refusal(q: Any, keys: Any, values: Any, new: int) -> str | None:
 
 
 def _halves(codes, packed: bool) -> list:
-    """Codes as bfloat16, the first halves of the heads and the last ones where two are in a byte."""
+    """Codes as bfloat16; where two are in a byte, first halves of the heads and last ones."""
     wide = codes.astype(jnp.int32)
     parts = [wide]
     if packed:
@@ -141,7 +141,9 @@ def attend(
 
     operands = [*rows(keys), *rows(values)]
     specs = [
-        tokens(block, x.shape[2], along=1) if x.dtype == jnp.int8 else tokens(x.shape[1], block, along=2)
+        tokens(block, x.shape[2], along=1)
+        if x.dtype == jnp.int8
+        else tokens(x.shape[1], block, along=2)
         for x in operands
     ]
     lanes = operands[3].shape[2]

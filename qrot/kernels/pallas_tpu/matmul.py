@@ -15,8 +15,8 @@ from qrot.grid import Quantised
 from qrot.kernels.pallas_tpu.transform import LANES, exact_dot
 
 _TOKENS, _OUT = 256, 512  # of a block of the result
-_ROWS = 2048  # of a block of the weight, if there is a way to cut it so
-_MOST_BYTES = 24 * 2**10  # of a token's part of a block, if there is none
+_ROWS = 2048  # of a block of the weight
+_MOST_BYTES = 24 * 2**10  # that a token takes in a block of more
 
 
 def refusal(
@@ -30,18 +30,29 @@ def refusal(
     for kind in types:
         if kind.name not in ("float32", "bfloat16"):
             return f"it does float32 and bfloat16, not {kind.name}"
-    part, size = _cut(*weight.shape[:2])[0], 1 if isinstance(x, Quantised) else types[-1].itemsize
-    if part > _ROWS and part * size * (1 + packed) > _MOST_BYTES:
+    if _cut(*weight.shape[:2], _token_bytes(x, dtype, packed)) is None:
         return f"{weight.shape[1]} rows have no divisor that is a multiple of {LANES}"
     return None
 
 
-def _cut(groups: int, rows: int) -> tuple[int, int]:
-    """(rows of a block, groups of a block): a part of one group, or some whole groups."""
-    if rows > _ROWS:
-        parts = (LANES * i for i in range(_ROWS // LANES, 0, -1))
-        return next((part for part in parts if rows % part == 0), rows), 1
-    return rows, max(g for g in range(1, groups + 1) if groups % g == 0 and g * rows <= _ROWS)
+def _token_bytes(x: Any, dtype: Any, packed: bool) -> int:
+    """Bytes that a token takes for each row of the weight."""
+    return (1 + packed) * (1 if isinstance(x, Quantised) else jnp.dtype(dtype).itemsize)
+
+
+def _cut(groups: int, rows: int, token_bytes: int) -> tuple[int, int] | None:
+    """(rows of a block, groups of a block): a part of one group, or some whole groups.
+
+    Blocks are of 1024 to 2048 rows where there are divisors for it: in small ones the time goes
+    into starting them. None where there is none that fits into vector memory.
+    """
+    if rows <= _ROWS:
+        return rows, max(g for g in range(1, groups + 1) if groups % g == 0 and g * rows <= _ROWS)
+    parts = [part for part in range(LANES, rows, LANES) if rows % part == 0]
+    small = max((part for part in parts if part <= _ROWS), default=0)
+    large = min(part for part in (*parts, rows) if part > _ROWS)
+    part = large if small < _ROWS // 2 and large * token_bytes <= _MOST_BYTES else small
+    return (part, 1) if part else None
 
 
 def product(
@@ -66,7 +77,9 @@ def product(
     tokens, halves = len(codes), 2 if packed else 1
     # [halves, groups, tokens, rows]: blocks of whole trailing axes, whatever a group's size.
     cut = codes.reshape(tokens, groups, halves, rows).transpose(2, 1, 0, 3)
-    part, several = _cut(groups, rows)
+    cut_in = _cut(groups, rows, _token_bytes(x, dtype, packed))
+    assert cut_in is not None
+    part, several = cut_in
     parts = rows // part
     high, wide = min(_TOKENS, tokens), min(_OUT, out)
     steps = groups // several * parts
