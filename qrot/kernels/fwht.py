@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float64
 
 from qrot.errors import InputError
+from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
 
 
@@ -45,13 +46,21 @@ def fwht(
     H is the Kronecker product of the Hadamard matrices of `hadamard_factors(n)`. The cost is n
     times the sum of the factors, O(n log n) for a given K in n = K 2^m. `transpose=True` multiplies
     by H^T / sqrt(n), the inverse. `block` transforms each run of `block` entries on its own. Half
-    precisions are accumulated in float32; the result has the dtype of x. Raises InputError if n (or
-    block) has no Hadamard matrix here, or if block does not divide n.
+    precisions are accumulated in float32; the result has the dtype of x. implementation: see
+    `qrot.kernels.dispatch`. Raises InputError if n (or block) has no Hadamard matrix here, if block
+    does not divide n, or if the implementation cannot do this.
     """
-    if implementation not in (None, "xla"):
-        raise InputError(f"implementation={implementation!r} of fwht is not available; use 'xla'")
     order = _order(x.shape[-1], block)
     factors = hadamard_factors(order)
+    chosen = choose("fwht", implementation, _refusals(x, block))
+    if chosen == "pallas_tpu":
+        from qrot.kernels.pallas_tpu import fwht as tpu
+
+        return tpu.fwht(x, block, transpose, interpreting())
+    if chosen == "mosaic_gpu":
+        from qrot.kernels.mosaic_gpu import fwht as gpu
+
+        return gpu.fwht(x, block, transpose, interpreting())
     rows = x.size // order
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(rows, order)
     for i, size in enumerate(factors):
@@ -67,3 +76,18 @@ def fwht(
             precision=lax.Precision.HIGHEST,
         )
     return y.reshape(x.shape).astype(x.dtype)
+
+
+def _refusals(x, block: int | None) -> dict:
+    # Imported where they are asked for: Pallas takes half a second, and Mosaic GPU needs absl-py.
+    def tpu():
+        from qrot.kernels.pallas_tpu.fwht import refusal
+
+        return refusal(x.shape[-1], block, x.dtype)
+
+    def gpu():
+        from qrot.kernels.mosaic_gpu.fwht import refusal
+
+        return refusal(x.shape[-1], block, x.dtype, x.size)
+
+    return {"pallas_tpu": tpu, "mosaic_gpu": gpu}

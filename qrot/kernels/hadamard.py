@@ -345,7 +345,7 @@ def _unsupported(n: int) -> str:
     why = f"its odd part has no construction here of up to {_LARGEST_CORE}"
     if n % 4:
         why = "an order over 2 must be a multiple of 4"
-    block = max(d for d in range(1, n) if n % d == 0 and _cores(d) is not None)
+    block = max(d for d in range(1, n) if n % d == 0 and hadamard_cores(d) is not None)
     fallback = f"use block={block} for a block-diagonal one"
     if block == 1:
         fallback = "no smaller block than the whole works either"
@@ -353,7 +353,7 @@ def _unsupported(n: int) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cores(n: int) -> tuple[int, ...] | None:
+def hadamard_cores(n: int) -> tuple[int, ...] | None:
     """Orders, ascending, of the factors of n that are not powers of two; None if n has no split.
 
     Every one is the smallest supported order with its odd part, at most _LARGEST_CORE, and the
@@ -368,7 +368,7 @@ def _cores(n: int) -> tuple[int, ...] | None:
         while n % core == 0 and not supported(core):
             core *= 2
         fits = n % core == 0 and core <= _LARGEST_CORE
-        if fits and (rest := _cores(n // core)) is not None:
+        if fits and (rest := hadamard_cores(n // core)) is not None:
             splits.append(tuple(sorted((core, *rest))))
     return min(splits, key=lambda s: (sum(s) + _CORE_COST * len(s), s), default=None)
 
@@ -384,7 +384,7 @@ def hadamard_factors(n: int) -> tuple[int, ...]:
 
     Raises InputError, which names the largest block that works, if n has no such factors.
     """
-    cores = _cores(n) if n >= 1 else None
+    cores = hadamard_cores(n) if n >= 1 else None
     if cores is None:
         raise InputError(_unsupported(n))
     twos = (n // math.prod(cores)).bit_length() - 1

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int8
 from qrot.errors import InputError
 from qrot.grid import Grid, Quantised, dequantise
 from qrot.kernels.attention import attention
+from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.pack import pack_int4, unpack_int4
 
 
@@ -87,10 +88,18 @@ def attend(
 ) -> Float[Array, "batch new features"]:
     """`attention` of new tokens, the first at position `first`, to a packed cache with them in it.
 
-    Either may be unpacked. Raises InputError where the implementation is not there for this.
+    Either may be unpacked. Raises InputError where the implementation cannot do this.
     """
-    if implementation not in (None, "xla"):
-        raise InputError(f"implementation={implementation!r} of kv4 is not available; use 'xla'")
+
+    def tpu():
+        from qrot.kernels.pallas_tpu.kv4 import refusal
+
+        return refusal(q, keys, values)
+
+    if choose("kv4", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
+        from qrot.kernels.pallas_tpu import kv4 as kernel
+
+        return kernel.attend(q, keys, values, window, first=first, interpret=interpreting())
 
     def read(x):
         return unpack_heads(x).astype(q.dtype) if isinstance(x, PackedHeads) else x

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.errors import InputError
 from qrot.grid import Quantised
+from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.pack import unpack_int4
 
 
@@ -33,10 +34,9 @@ def int8_matmul(
       integers are multiplied at last; a zero [tokens, 1] needs `sums`, of the weight's codes over
       a group's inputs: x W = s (q W - zero sums). Or x is not quantised, then the weight is
       widened.
-    Raises InputError where x has groups, or the implementation is not there for this.
+    Raises InputError where x has groups, or the implementation cannot do this.
     """
-    _check(implementation, "int8_matmul")
-    return _product(x, weight, scale, sums, dtype)
+    return _dispatched("int8_matmul", x, weight, scale, sums, dtype, implementation)
 
 
 def int4_matmul(
@@ -49,13 +49,36 @@ def int4_matmul(
     implementation: str | None = None,
 ) -> Float[Array, "tokens out"]:
     """x W as `int8_matmul`, for a packed 4-bit weight and x of 4 or 8 bits, or not quantised."""
-    _check(implementation, "int4_matmul")
-    return _product(x, unpack_int4(weight, axis=1), scale, sums, dtype)
+    return _dispatched("int4_matmul", x, weight, scale, sums, dtype, implementation)
 
 
-def _check(implementation: str | None, name: str) -> None:
-    if implementation not in (None, "xla"):
-        raise InputError(f"implementation={implementation!r} of {name} is not available; use 'xla'")
+def _dispatched(name, x, weight, scale, sums, dtype, implementation) -> Float[Array, "tokens out"]:
+    if isinstance(x, Quantised) and x.scale.shape[-1] != 1:
+        raise InputError("activations in groups have no integer product; use granularity token")
+    packed = name == "int4_matmul"
+
+    def tpu():
+        from qrot.kernels.pallas_tpu.matmul import refusal
+
+        return refusal(x, weight, dtype, packed)
+
+    def gpu():
+        from qrot.kernels.mosaic_gpu.matmul import refusal
+
+        return refusal(x, weight, dtype)
+
+    refusals = {"pallas_tpu": tpu} if packed else {"pallas_tpu": tpu, "mosaic_gpu": gpu}
+    chosen = choose(name, implementation, refusals)
+    if chosen == "pallas_tpu":
+        from qrot.kernels.pallas_tpu.matmul import product
+
+        return product(x, weight, scale, sums, dtype, packed=packed, interpret=interpreting())
+    if chosen == "mosaic_gpu":
+        from qrot.kernels.mosaic_gpu.matmul import int8_matmul
+
+        return int8_matmul(x, weight, scale, sums, dtype, interpreting())
+    codes = unpack_int4(weight, axis=1) if packed else weight
+    return _product(x, codes, scale, sums, dtype)
 
 
 def _product(x, weight, scale, sums, dtype) -> Float[Array, "tokens out"]:
@@ -64,8 +87,6 @@ def _product(x, weight, scale, sums, dtype) -> Float[Array, "tokens out"]:
     if not isinstance(x, Quantised):
         wide = (weight.astype(scale.dtype) * scale[:, None]).reshape(-1, out)
         return x.astype(dtype) @ wide.astype(dtype)
-    if x.scale.shape[-1] != 1:
-        raise InputError("activations in groups have no integer product; use granularity token")
     codes = x.codes.reshape(-1, groups, size)
     dot = partial(jnp.matmul, preferred_element_type=jnp.int32)
     zero = None if x.zero is None else x.zero.astype(jnp.int32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from qrot.errors import InputError
 from qrot.grid import Grid, Quantised, quantise
+from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.fwht import fwht
+from qrot.kernels.hadamard import hadamard_factors
 
 
 def rotate_quantize(
@@ -15,14 +16,33 @@ def rotate_quantize(
     *,
     block: int | None = None,
     clip: Float[Array, ""] | float | None = None,
+    signs: Float[Array, " n"] | None = None,
+    shift: Float[Array, " n"] | None = None,
     implementation: str | None = None,
 ) -> Quantised:
-    """`fwht` along the last axis, then `quantise`: codes [..., n], scale and zero [..., groups].
+    """x times signs, `fwht` along the last axis, less the shift, then `quantise`.
 
-    grid: of activations, at most 8 bits. block: as in `fwht`. Raises as both do.
+    The result has codes [..., n], scale and zero [..., groups], and the shift. grid: of
+    activations, at most 8 bits. block: as in `fwht`. Raises as both do, and InputError where the
+    implementation cannot do this.
     """
-    if implementation not in (None, "xla"):
-        raise InputError(
-            f"implementation={implementation!r} of rotate_quantize is not available; use 'xla'"
-        )
-    return quantise(fwht(x, block=block), grid, clip=clip)
+    n = x.shape[-1]
+
+    def tpu():
+        from qrot.kernels.pallas_tpu.rotate_quantize import refusal
+
+        return refusal(n, grid, block, x.dtype)
+
+    integers = grid.bits <= 8 and not grid.threshold  # otherwise `quantise` says why not
+    if integers and choose("rotate_quantize", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
+        from qrot.kernels.pallas_tpu import rotate_quantize as kernel
+
+        hadamard_factors(n if block is None else block)  # raises where there is no such matrix
+        ratio = grid.clip if clip is None else clip
+        found = kernel.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
+        return found.replace(shift=shift)
+    own = "xla" if implementation == "xla" else None
+    flipped = x if signs is None else x * signs.astype(x.dtype)
+    turned = fwht(flipped, block=block, implementation=own)
+    moved = turned if shift is None else turned - shift.astype(x.dtype)
+    return quantise(moved, grid, clip=clip).replace(shift=shift)

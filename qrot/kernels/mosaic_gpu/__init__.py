@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs, by `plgpu.kernel`; arguments are checked by the references beside."""

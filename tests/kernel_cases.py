@@ -1,0 +1,125 @@
+"""Kernels at the sizes of real models, to be lowered and compiled without a device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qrot.grid import Grid, Quantised
+from qrot.kernels.kv4 import empty_heads
+
+F32, BF16, F16, I8, I32 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32
+SHAPE = jax.ShapeDtypeStruct
+
+
+def _fwht(kernel, rows, n, dtype, block=None):
+    return partial(_no_options, kernel.fwht, block), (SHAPE((rows, n), dtype),)
+
+
+def _no_options(function, block, x):
+    return function(x, block, False)
+
+
+def _product(kernel, tokens, groups, size, out, x, dtype, packed, options):
+    """x: the dtype of the activations; 8-bit ones are asymmetric."""
+    weight = SHAPE((groups, size // (1 + packed), out), I8)
+    values = SHAPE((tokens, groups * size), x)
+    beside = SHAPE((tokens, 1), F32), SHAPE((tokens, 1), I8)
+    scales = SHAPE((groups, out), F32), SHAPE((groups, out), I32)
+    return (
+        lambda x, beside, weight, scales: kernel(
+            Quantised(x, *beside) if x.dtype == I8 else x, weight, *scales, dtype, **options
+        ),
+        (values, beside, weight, scales),
+    )
+
+
+def _attend(kernel, batch, length, heads, kv_heads, head_dim, grid, dtype):
+    empty = empty_heads((batch, length, kv_heads, head_dim), grid)
+    leaves, tree = jax.tree.flatten(empty)  # no container of shapes: its fields are checked
+    held = [SHAPE(x.shape, x.dtype) for x in leaves]
+
+    def attend(q, k, v, window, first):
+        keys, values = (jax.tree.unflatten(tree, x) for x in (k, v))
+        return kernel.attend(q, keys, values, window, first=first)
+
+    query, scalar = SHAPE((batch, 1, heads, head_dim), dtype), SHAPE((), I32)
+    return attend, (query, held, held, scalar, scalar)
+
+
+def tpu_cases():
+    """name -> (function, shapes) for `pallas_tpu`."""
+    from qrot.kernels.pallas_tpu import fwht, kv4, matmul, rotate_quantize
+
+    cases = {}
+    for n, block in [
+        *[(n, None) for n in (64, 128, 576, 1536, 3584, 4096, 4864, 11008, 14336, 16384, 18944)],
+        *[(896, 28), (512, 64), (1536, 192), (8192, 1024)],
+    ]:
+        for dtype in (F32, BF16):
+            cases[f"fwht {n} in blocks of {block}, {dtype.__name__}"] = _fwht(
+                fwht, 300, n, dtype, block
+            )
+    cases["fwht of 5 rows"] = _fwht(fwht, 5, 1024, F32)
+    for n, block, grid in [
+        (576, None, Grid(4, "symmetric_half")),
+        (1536, None, Grid(4, "asymmetric")),
+        (4096, None, Grid(8, "asymmetric", "group", 128, 0.9)),
+        (11008, None, Grid(4, "asymmetric")),
+        (512, 64, Grid(8)),
+    ]:
+        for dtype in (F32, BF16):
+            cases[f"rotate_quantize {n}, {dtype.__name__}"] = (
+                lambda x, signs, shift, grid=grid, block=block: rotate_quantize.rotate_quantize(
+                    x, grid, block, 0.9, signs, shift
+                ),
+                (SHAPE((300, n), dtype), SHAPE((n,), F32), SHAPE((n,), F32)),
+            )
+    for packed in (False, True):
+        for tokens, groups, size, out in [
+            (512, 1, 4096, 4096),
+            (1, 1, 576, 200),
+            (16, 32, 128, 1536),
+            (5, 12, 48, 576),
+            (16, 1, 11008, 4096),
+        ]:
+            for x, dtype in [(I8, BF16), (F32, F32), (BF16, BF16)]:
+                name = f"int{4 if packed else 8}_matmul [{tokens}, {groups} x {size}, {out}]"
+                if size == 10944 and x == F32:
+                    continue  # refused
+                cases[f"{name} of {x.__name__}"] = _product(
+                    matmul.product, tokens, groups, size, out, x, dtype, packed, {"packed": packed}
+                )
+    for dtype in (F32, BF16):
+        for shape in [
+            (2, 300, 9, 3, 64, Grid(4, "asymmetric")),
+            (4, 4096, 32, 8, 128, Grid(4, "asymmetric")),
+            (2, 200, 4, 1, 64, Grid(8, granularity="token")),
+        ]:
+            cases[f"kv4 {shape[:-1]}, {dtype.__name__}"] = _attend(kv4, *shape, dtype)
+    return cases
+
+
+def gpu_cases():
+    """name -> (function, shapes) for `mosaic_gpu`, which needs absl-py."""
+    pytest.importorskip("absl")
+    from qrot.kernels.mosaic_gpu import fwht, matmul
+
+    cases = {}
+    for n, block in [
+        (128, None),
+        (1536, None),
+        (4096, None),
+        (5120, None),
+        (8192, None),
+        (256, 64),
+    ]:
+        for dtype in (BF16, F16):
+            name = f"fwht {n} in blocks of {block}, {dtype.__name__}"
+            cases[name] = _fwht(fwht, 1000, n, dtype, block)
+    for dtype in (F32, BF16):
+        cases[f"int8_matmul to {dtype.__name__}"] = _product(
+            matmul.int8_matmul, 1000, 1, 4096, 4096, I8, dtype, False, {}
+        )
+    return cases
