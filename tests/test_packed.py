@@ -50,11 +50,11 @@ def relative(a, b):
     return np.abs(a - b).max() / np.abs(b).max()
 
 
-def both(model, scheme, seed=1):
+def both(model, scheme, seed=1, names=ALL):
     """Everything on a model: (fake-quantised parameters, packed ones, other arguments)."""
     draw = np.random.default_rng(seed)
     model = fold_norms(model)
-    rotations, scales = put(model, ALL)
+    rotations, scales = put(model, names)
     shifts, clips = some_shifts(model, draw), some_clips(model, draw)
     params, online, shifts = fuse(model.params, rotations, model.config, shifts, scales)
     rounded = rtn(params, scheme)
@@ -139,8 +139,10 @@ def test_products_are_those_of_integers(groups, bits, tokens):
 def test_a_packed_model_is_the_fake_quantised_one(variant, name, scheme):
     """In float64, where no last bit decides between two levels."""
     chosen, model = SCHEMES[scheme], variant(name, "float64")
+    # R4 learned, or a fast transform that is rounded in one pass
+    names = ALL if name == "llama-biases" else [n for n in ALL if n != "rotation down"]
     with jax.enable_x64(True):
-        rounded, packed, rest = both(model, chosen)
+        rounded, packed, rest = both(model, chosen, names=names)
         assert isinstance(packed.layers.down, PackedLinear)
         rest |= {"scheme": chosen}
         expected = run(rounded, jnp.asarray(TOKENS), model.config, **rest)

@@ -17,10 +17,20 @@ from jaxtyping import Array, Float, Int
 
 from qrot.grid import fake_quantise, quantise
 from qrot.kernels.attention import attention
+from qrot.kernels.rotate_quantize import rotate_quantize
 from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.packed import in_integers, linear
 from qrot.model.params import Layers, PackedLinear, Params
-from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate, unrotate
+from qrot.rotation.rotations import (
+    Clips,
+    Hadamard,
+    Rotations,
+    Scales,
+    Shifts,
+    by_layer,
+    rotate,
+    unrotate,
+)
 from qrot.rotation.sites import layer_sites
 from qrot.scheme import READERS, LayerScheme, Scheme, layer_scheme, segments
 
@@ -231,7 +241,17 @@ def decoder_layer(
     x = round_trip("gate_up", tap("gate_up", rms_norm(h, layer.mlp_norm, eps)))
     observe("gate_up", x)
     x = tap("down", jax.nn.silu(linear(x, layer.gate, h.dtype)) * linear(x, layer.up, h.dtype))
-    if rotations.fused:  # the weights hold the way back
+    turn = rotations.down
+    if "down" in integers and isinstance(turn, Hadamard):  # in one pass
+        x = rotate_quantize(
+            x,
+            grids.down,
+            block=turn.block,
+            signs=turn.signs,
+            shift=own.shifts.down,
+            clip=own.clips.down,
+        )
+    elif rotations.fused:  # the weights hold the way back
         x = rounded("down", sites["down"].go(x))
     else:
         x = round_trip("down", x)
