@@ -7,7 +7,7 @@ TPU = $(VENV)-tpu
 CUDA = $(VENV)-cuda
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-core aot-tpu aot-gpu lint clean
+.PHONY: demo notebooks test test-core aot-tpu aot-gpu lint clean
 
 demo: $(VENV)/installed $(VENV)/model
 	$(VENV)/bin/qrot run configs/demo.yaml
@@ -25,6 +25,13 @@ aot-tpu: $(TPU)/aot
 
 aot-gpu: $(CUDA)/aot
 	$(CUDA)/bin/python -m pytest -m aot_gpu tests/test_aot.py
+
+# Runs the notebooks from top to bottom; with their figures they are in notebooks/*.ipynb then.
+notebooks: $(VENV)/dev $(VENV)/model
+	rm -rf runs/notebook runs/notebook_torch
+	for name in outliers learn_a_rotation to_pytorch; do \
+	    $(VENV)/bin/jupytext --to ipynb --execute --run-path . notebooks/$$name.py || exit 1; \
+	done
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
