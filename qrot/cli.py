@@ -304,6 +304,28 @@ def bench_gptq(
     console.print(bench.gptq_table(result))
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    size: Annotated[
+        int, typer.Option(help="Inputs and outputs of a product, tokens cached.")
+    ] = 4096,
+    rows: Annotated[int, typer.Option(help="Rows that are transformed or multiplied.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+) -> None:
+    """Every kernel against what this machine can copy and multiply, in one run."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages
+
+    if min(size, rows, rounds) < 1 or size % 2:
+        raise InputError("size must be even, and size, rows and rounds positive")
+    console, count = Console(), bench.KERNEL_FUNCTIONS * (rounds + 1)
+    with Stages(console) as stages, stages.stage("measuring", count, seconds=60.0) as advance:
+        result = bench.bench_kernels(size=size, rows=rows, rounds=rounds, advance=advance)
+    console.print(bench.kernels_table(result))
+
+
 _SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png")
 
 
