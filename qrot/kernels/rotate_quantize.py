@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from qrot.grid import Grid, Quantised, quantise
 from qrot.kernels.dispatch import choose, interpreting
-from qrot.kernels.fwht import fwht
+from qrot.kernels.fwht import fwht, hadamard_order
 from qrot.kernels.hadamard import hadamard_factors
 
 
@@ -27,6 +27,7 @@ def rotate_quantize(
     implementation cannot do this.
     """
     n = x.shape[-1]
+    hadamard_factors(hadamard_order(n, block))  # raises where there is no such matrix
 
     def tpu():
         from qrot.kernels.pallas_tpu.rotate_quantize import refusal
@@ -37,7 +38,6 @@ def rotate_quantize(
     if integers and choose("rotate_quantize", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
         from qrot.kernels.pallas_tpu import rotate_quantize as kernel
 
-        hadamard_factors(n if block is None else block)  # raises where there is no such matrix
         ratio = grid.clip if clip is None else clip
         found = kernel.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
         return found.replace(shift=shift)
