@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float
 
 from qrot.grid import Grid, Quantised, quantise
@@ -38,7 +40,7 @@ def rotate_quantize(
     if integers and choose("rotate_quantize", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
         from qrot.kernels.pallas_tpu import rotate_quantize as kernel
 
-        ratio = grid.clip if clip is None else clip
+        ratio: Any = grid.clip if clip is None else clip
         found = kernel.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
         return found.replace(shift=shift)
     own = "xla" if implementation == "xla" else None
