@@ -15,7 +15,12 @@ import numpy as np
 from rich.table import Table
 
 from qrot.evaluate.perplexity import token_nll
-from qrot.grid import Grid
+from qrot.grid import Grid, quantise
+from qrot.kernels.fwht import fwht
+from qrot.kernels.hadamard import hadamard_factors
+from qrot.kernels.kv4 import append, attend, empty_heads
+from qrot.kernels.matmul import int4_matmul, int8_matmul
+from qrot.kernels.rotate_quantize import rotate_quantize
 from qrot.learn.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import make_optimiser, update
@@ -192,4 +197,139 @@ def gptq_table(result: dict[str, Any]) -> Table:
     table.add_row("first layer, with compilation", f"{result['first']:.1f}", "")
     table.add_row(f"all {result['layers']} layers", f"{result['whole']:.0f}", "")
     table.add_row("peak memory", f"{result['peak_memory'] / 2**30:.2f} GiB", "")
+    return table
+
+
+KERNEL_FUNCTIONS = 12
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+
+
+def bench_kernels(
+    *, size: int, rows: int, rounds: int, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Every kernel as it is chosen for this machine, beside what the machine can do, in one run.
+
+    The ceilings are a copy (negated, so that it is none in name only), and the product of
+    [rows, size] with [size, size] in float32 and in 8-bit integers, all by XLA.
+    Returns seconds, bytes moved and operations (0 where they do not matter) by name. Raises
+    InputError where size has no Hadamard matrix.
+    """
+    hadamard_factors(size)
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    x, dense = normal(rows, size), normal(size, size)
+    half, token = x.astype(jnp.bfloat16), Grid(8, "asymmetric")
+    codes = quantise(x, token)
+    weight = jax.random.randint(next(keys), (1, size, size), -128, 128, jnp.int8)
+    packed = weight[:, : size // 2]
+    scale, sums = jnp.ones((1, size)), weight.sum(1, dtype=jnp.int32)
+    heads = (1, size, _KV_HEADS, _HEAD_DIM)
+    cache = [
+        append(empty_heads(heads, grid), quantise(normal(*heads), grid), (0, 0))
+        for grid in [Grid(4, "asymmetric")] * 2
+    ]
+    query, last = normal(1, 1, _HEADS, _HEAD_DIM), jnp.asarray(size - 1)
+    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    weights = packed.nbytes
+
+    def few(count: int):
+        part = jax.tree.map(lambda leaf: leaf[:count], codes)
+        return int4_matmul, (part, packed, scale, sums), weights, 0
+
+    product = 2 * rows * size**2
+    exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    integers = partial(jnp.matmul, preferred_element_type=jnp.int32)
+    cases: dict[str, tuple[Callable, tuple, int, int]] = {
+        "copy": (jnp.negative, (x,), 2 * x.nbytes, 0),
+        "product, f32": (exact, (x, dense), 0, product),
+        "product, int8": (integers, (codes.codes, weight[0]), 0, product),
+        "fwht, f32": (fwht, (x,), 2 * x.nbytes, 0),
+        "fwht, bf16": (fwht, (half,), 2 * half.nbytes, 0),
+        "rotate_quantize, f32": (
+            partial(rotate_quantize, grid=Grid(4, "asymmetric")),
+            (x,),
+            x.nbytes + x.size,
+            0,
+        ),
+        "rotate_quantize, bf16": (
+            partial(rotate_quantize, grid=Grid(4, "asymmetric")),
+            (half,),
+            half.nbytes + half.size,
+            0,
+        ),
+        "int8_matmul": (int8_matmul, (codes, weight, scale, sums), 0, product),
+        "int4_matmul": (int4_matmul, (codes, packed, scale, sums), 0, product),
+        "int4_matmul, 16 rows": few(16),
+        "int4_matmul, 1 row": few(1),
+        "kv4, one token": (
+            lambda q, k, v, first: attend(q, k, v, first=first),
+            (query, *cache, last),
+            cached,
+            0,
+        ),
+    }
+    seconds = in_turn(
+        {
+            name: partial(jax.jit(function), *arguments)
+            for name, (function, arguments, *_) in cases.items()
+        },
+        rounds,
+        advance,
+    )
+    device = jax.local_devices()[0]
+    return {
+        "size": size,
+        "rows": rows,
+        "device": device.device_kind if device.platform != "cpu" else "CPU",
+        "jax": jax.__version__,
+        "kernels": {
+            name: {
+                "seconds": seconds[name],
+                "bytes": moved,
+                "operations": operations,
+                "own": _has_kernel(function, arguments),
+            }
+            for name, (function, arguments, moved, operations) in cases.items()
+        },
+    }
+
+
+def _has_kernel(function: Callable, arguments: tuple) -> bool:
+    """Whether a kernel of our own is in it, or XLA has it all."""
+    program = str(jax.make_jaxpr(function)(*arguments))
+    return "pallas_call[" in program or "mpmd_map[" in program
+
+
+def kernels_table(result: dict[str, Any]) -> Table:
+    """The benchmark as a table; ratios are to the ceilings of the same run."""
+    kernels = result["kernels"]
+
+    def rate(name: str, what: str) -> float:
+        return kernels[name][what] / kernels[name]["seconds"] / 1e9
+
+    table = Table(
+        title=f"{result['rows']} rows of {result['size']}, {result['device']}, jax {result['jax']}"
+    )
+    for column in ("kernel", "by"):
+        table.add_column(column)
+    for column in ("ms", "rate", "copy", "f32", "int8"):  # the last three: the rate over theirs
+        table.add_column(column, justify="right")
+    for name, one in kernels.items():
+        row = [name, "own" if one["own"] else "XLA", f"{1000 * one['seconds']:.2f}"]
+        if one["bytes"]:
+            moved = rate(name, "bytes")
+            row += [f"{moved:.1f} GB/s", f"{moved / rate('copy', 'bytes'):.0%}", "", ""]
+        else:
+            done = rate(name, "operations")
+            ratios = (done / rate(f"product, {of}", "operations") for of in ("f32", "int8"))
+            row += [f"{done:.0f} GOP/s", "", *(f"{ratio:.0%}" for ratio in ratios)]
+        table.add_row(*row)
+    ratio = kernels["fwht, f32"]["seconds"] / kernels["copy"]["seconds"]
+    gain = kernels["product, f32"]["seconds"] / kernels["fwht, f32"]["seconds"]
+    table.caption = (
+        f"fwht in float32: {ratio:.2f} times a copy, {gain:.1f} times as fast as the dense product"
+    )
     return table

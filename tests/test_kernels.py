@@ -337,6 +337,14 @@ def test_what_a_kernel_cannot_do_falls_back_unless_it_is_named():
                 call(**TPU)
 
 
+def test_a_block_that_does_not_divide_is_no_kernel():
+    with emulated("pallas_tpu"):
+        for call in (fwht, lambda x, block: rotate_quantize(x, Grid(4), block=block)):
+            for block in (1536, 0):
+                with pytest.raises(InputError, match=f"block={block} does not divide"):
+                    call(normal(2, 2048), block=block)
+
+
 def test_none_follows_the_device(monkeypatch):
     class Device:
         compute_capability = "9.0"

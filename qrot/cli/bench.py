@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from qrot.errors import InputError
+
 app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
 
 
@@ -66,3 +68,25 @@ def bench_gptq(
             loaded, bits=bits, windows=windows, length=length, advance=advance
         )
     console.print(bench.gptq_table(result))
+
+
+@app.command("kernels")
+def bench_kernels(
+    size: Annotated[
+        int, typer.Option(help="Inputs and outputs of a product, tokens cached.")
+    ] = 4096,
+    rows: Annotated[int, typer.Option(help="Rows that are transformed or multiplied.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+) -> None:
+    """Every kernel against what this machine can copy and multiply, in one run."""
+    from rich.console import Console
+
+    from qrot import bench
+    from qrot.experiment.stages import Stages
+
+    if min(size, rows, rounds) < 1 or size % 2:
+        raise InputError("size must be even, and size, rows and rounds positive")
+    console, count = Console(), bench.KERNEL_FUNCTIONS * (rounds + 1)
+    with Stages(console) as stages, stages.stage("measuring", count, seconds=60.0) as advance:
+        result = bench.bench_kernels(size=size, rows=rows, rounds=rounds, advance=advance)
+    console.print(bench.kernels_table(result))

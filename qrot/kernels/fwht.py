@@ -15,7 +15,8 @@ from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
 
 
-def _order(n: int, block: int | None) -> int:
+def hadamard_order(n: int, block: int | None) -> int:
+    """The order of H for rows of n. Raises InputError where block does not divide n."""
     if block is None:
         return n
     if block < 1 or n % block:
@@ -29,7 +30,7 @@ def hadamard_dense(n: int, block: int | None = None) -> Float64[np.ndarray, "n n
     With `block`, it is block-diagonal with n / block copies of the matrix of order `block`.
     Raises InputError where `fwht` does.
     """
-    order = _order(n, block)
+    order = hadamard_order(n, block)
     factors = [hadamard_matrix(f).astype(np.float64) for f in hadamard_factors(order)]
     return np.kron(np.eye(n // order), functools.reduce(np.kron, factors) / math.sqrt(order))
 
@@ -50,7 +51,7 @@ def fwht(
     `qrot.kernels.dispatch`. Raises InputError if n (or block) has no Hadamard matrix here, if block
     does not divide n, or if the implementation cannot do this.
     """
-    order = _order(x.shape[-1], block)
+    order = hadamard_order(x.shape[-1], block)
     factors = hadamard_factors(order)
     chosen = choose("fwht", implementation, _refusals(x, block))
     if chosen == "pallas_tpu":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float
 
 from qrot.grid import Grid, Quantised, quantise
 from qrot.kernels.dispatch import choose, interpreting
-from qrot.kernels.fwht import fwht
+from qrot.kernels.fwht import fwht, hadamard_order
 from qrot.kernels.hadamard import hadamard_factors
 
 
@@ -27,6 +29,7 @@ def rotate_quantize(
     implementation cannot do this.
     """
     n = x.shape[-1]
+    hadamard_factors(hadamard_order(n, block))  # raises where there is no such matrix
 
     def tpu():
         from qrot.kernels.pallas_tpu.rotate_quantize import refusal
@@ -37,8 +40,7 @@ def rotate_quantize(
     if integers and choose("rotate_quantize", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
         from qrot.kernels.pallas_tpu import rotate_quantize as kernel
 
-        hadamard_factors(n if block is None else block)  # raises where there is no such matrix
-        ratio = grid.clip if clip is None else clip
+        ratio: Any = grid.clip if clip is None else clip
         found = kernel.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
         return found.replace(shift=shift)
     own = "xla" if implementation == "xla" else None

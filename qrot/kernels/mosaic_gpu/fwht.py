@@ -74,7 +74,7 @@ def fwht(
     scale = 1 / math.sqrt(min(order, _LANES))
     rest = math.sqrt(min(order, _LANES) / order)
     layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    acc = plgpu.ACC((_ROWS, _LANES), jnp.float32)
+    acc = plgpu.WGMMAAccumulatorRef((_ROWS, _LANES), jnp.float32)
 
     def product(*pairs):
         def run(total):

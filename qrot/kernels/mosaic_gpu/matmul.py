@@ -90,7 +90,7 @@ def int8_matmul(
             values = plgpu.load(ref.at[part], *_INDEX, layout=kept, optimized=False)
             return lax.broadcast_in_dim(values, (_BLOCK, _BLOCK), (axis,))
 
-        total = pl.run_scoped(run, plgpu.ACC((_BLOCK, _BLOCK), jnp.int32))
+        total = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_BLOCK, _BLOCK), jnp.int32))
         if asymmetric:
             total = total - along(zero_ref, tokens, 0) * along(sums_ref, outputs, 1)
         y = total.astype(jnp.float32) * along(scale_ref, outputs, 1)

@@ -26,10 +26,10 @@ def refusal(
     packed: bool,
 ) -> str | None:
     """Why the kernel cannot do this product; None where it can."""
-    types = [jnp.dtype(dtype)] if isinstance(x, Quantised) else [x.dtype, jnp.dtype(dtype)]
+    types = [jnp.dtype(dtype).name, *(() if isinstance(x, Quantised) else (x.dtype.name,))]
     for kind in types:
-        if kind.name not in ("float32", "bfloat16"):
-            return f"it does float32 and bfloat16, not {kind.name}"
+        if kind not in ("float32", "bfloat16"):
+            return f"it does float32 and bfloat16, not {kind}"
     if _cut(*weight.shape[:2], _token_bytes(x, dtype, packed)) is None:
         return f"{weight.shape[1]} rows have no divisor that is a multiple of {LANES}"
     return None

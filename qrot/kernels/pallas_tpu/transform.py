@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from qrot.kernels.fwht import hadamard_dense
@@ -92,7 +93,7 @@ def scratch_bytes(own: Plan) -> int:
 def constants(own: Plan, block: int | None, transpose: bool) -> tuple[np.ndarray, np.ndarray]:
     """The matrices of the slabs [repeat, slab, slab] and of the signed sums [K, K]."""
     if own.slab == own.width:
-        dense = np.sign(hadamard_dense(own.width, block))
+        dense = np.sign(hadamard_dense(own.width, block)).astype(np.int8)
         return (dense.T if transpose else dense)[None], np.ones((1, 1), np.int32)
     size = own.slab // own.repeat
     sylvester = hadamard_matrix(size)
@@ -209,8 +210,6 @@ def _sign(signs, k, group, own: Plan):
 
 def _multiple(lane, of: int):
     """A lane that the compiler is told to be a multiple of something."""
-    from jax.experimental import pallas as pl
-
     return lane if isinstance(lane, int) else pl.multiple_of(lane, of)
 
 
