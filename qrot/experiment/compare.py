@@ -24,7 +24,8 @@ from qrot.experiment.config import first_difference
 from qrot.experiment.results import read_results, spread
 
 LEVEL = 0.95  # of the intervals
-_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path")  # no settings of a row
+# No settings of a row.
+_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track")
 _MOST = 3  # settings in the name of a row; the run's folder stands for more
 
 

@@ -54,6 +54,7 @@ METHODS = (
 PRESETS = Path(__file__).parent / "presets"
 WeightMethod = Literal["rtn", "gptq", "awq", "quip", "quip_sharp", "qat"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Tracker = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class RunConfig:
     seeds: of the random rotations; learn_seeds: of the learned ones, each learned on its own.
     evaluate: the windows of text to judge by, `batch` of them at a time.
     zeroshot: tasks to judge every row by as well; None for none.
+    track: what is told of the steps of learning and of the rows, see `qrot.experiment.track`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -108,6 +110,7 @@ class RunConfig:
     evaluate: Windows = field(default_factory=Windows)
     batch: int = 2
     zeroshot: ZeroShot | None = None
+    track: tuple[Tracker, ...] = ()
 
     def __post_init__(self):
         for name in ("methods", "seeds", "learn_seeds"):

@@ -36,8 +36,9 @@ def check_folder(folder: Path, config: RunConfig) -> None:
     new = resolved(config)
     if not isinstance(old, dict):
         raise InputError(f"{folder}: config.yaml is damaged; choose another folder with out=")
-    # The same folder may be reached by another path.
-    if key := first_difference({**old, "out": None}, {**new, "out": None}):
+    # The same folder may be reached by another path, and looked at in another way.
+    aside = {"out": None, "track": None}
+    if key := first_difference({**old, **aside}, {**new, **aside}):
         raise InputError(
             f"{folder}: belongs to a run of another config, which differs in {key}; choose another "
             "folder with out="

@@ -81,6 +81,7 @@ def _learned(inputs: Inputs, name: str, seed: int) -> Prepared:
 
         def progress(step: int, steps: int, metrics: dict[str, Any]) -> None:
             advance(done=step, note=f"loss {metrics['loss']:.4g}")
+            inputs.track(name, step, metrics)
 
         learned = learn(
             model,

@@ -71,7 +71,7 @@ def plot_learning(history: list[dict[str, Any]], objective: str, title: str, pat
         )
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xlabel("step")
-    axes.set_ylabel(UNITS[objective])
+    axes.set_ylabel(UNITS.get(objective, objective))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     last = max(1, history[-1]["step"]) if history else 1
     axes.set_xlim(-0.03 * last, 1.03 * last)

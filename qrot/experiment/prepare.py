@@ -19,6 +19,7 @@ from qrot.experiment.combinations import refuse_combination, warn_of_combination
 from qrot.experiment.config import RunConfig
 from qrot.experiment.data import Data, Texts, read_text, read_texts
 from qrot.experiment.stages import Stages
+from qrot.experiment.track import Track
 from qrot.learn.capture import mean_shifts
 from qrot.learn.start import check_start
 from qrot.model.forward import forward
@@ -58,6 +59,7 @@ class Inputs:
     folder: Path
     stages: Stages
     tasks: tuple[Task, ...] = ()  # to judge by as well
+    track: Track = lambda row, step, values: None
 
     @cached_property
     def shifts(self) -> Shifts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.console import Console
 import qrot
 from qrot.errors import InputError
 from qrot.experiment.anatomy import keep_anatomy
-from qrot.experiment.config import RunConfig, first_difference, to_yaml
+from qrot.experiment.config import RunConfig, first_difference, resolved, to_yaml
 from qrot.experiment.folder import check_folder, writing
 from qrot.experiment.judge import judge
 from qrot.experiment.methods import METHODS
@@ -29,6 +30,7 @@ from qrot.experiment.prepare import Inputs, prepare
 from qrot.experiment.report.run import write_report
 from qrot.experiment.results import read_results, write_results, write_text
 from qrot.experiment.stages import Stages
+from qrot.experiment.track import check_trackers, tracking
 from qrot.experiment.zeroshot import FILE, zeroshot_protocol
 from qrot.scheme import Scheme
 
@@ -43,15 +45,20 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
     """
     folder = Path(config.out)
     check_folder(folder, config)
+    check_trackers(config.track)
     with Stages(console) as stages:
         inputs = prepare(config, folder, stages)
-        with writing(folder):
+        told = tracking(config.track, folder, resolved(config))
+        with writing(folder), told as track:
+            inputs = replace(inputs, track=track)
             results = _begin(inputs)
             done = {(row["method"], row["seed"]) for row in results["rows"]}
             for method, seed in planned(config):
                 if (method, seed) not in done:
-                    results["rows"].append(_row(inputs, method, seed))
+                    name = method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
+                    results["rows"].append(_row(inputs, method, seed, name))
                     write_results(folder / "results.json", results)
+                    track(name, None, results["rows"][-1])
                     (folder / FILE).unlink(missing_ok=True)  # is in the row now
             keep_anatomy(inputs, results["rows"])
             write_report(folder)
@@ -129,11 +136,10 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _row(inputs: Inputs, method: str, seed: int | None) -> dict[str, Any]:
+def _row(inputs: Inputs, method: str, seed: int | None, name: str) -> dict[str, Any]:
     """One method at one seed: prepare the model, judge it, forget it."""
     began = time.perf_counter()
     config = inputs.config
-    name = method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
     scheme = Scheme() if method == "full_precision" else config.scheme
     learned, facts = METHODS[method](inputs, name, seed or 0)
     judged = judge(inputs, name, learned, scheme, kept=facts.get("hidden_kept"))
