@@ -145,6 +145,7 @@ def test_the_settings_page_has_every_key_with_its_default(hook):
             assert shown == (list(default) if isinstance(default, tuple) else default), key
     assert METHODS[0] in rows["methods"]
     assert "- `damping`: what is added" in text
+    assert "runs/&lt;name of the config file>" in text
 
 
 def test_the_settings_page_is_made_of_it(hook):

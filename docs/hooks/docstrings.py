@@ -27,8 +27,15 @@ def itemised(text: str, names: Iterable[str]) -> str:
             item = False
             if line:
                 lines.append("")
-        lines.append(line)
+        lines.append(line if line.startswith("    ") and not item else _escaped(line))
     return "\n".join(lines)
+
+
+def _escaped(line: str) -> str:
+    """Names in angle brackets, as in runs/<name>, are no HTML; within backticks they are safe."""
+    parts = line.split("`")
+    parts[::2] = [re.sub(r"<(?=[A-Za-z])", "&lt;", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 if griffe is not None:

@@ -16,12 +16,16 @@ _LOADS = re.compile(
 )
 
 
-def on_page_content(content: str, **_) -> str:
-    """HTML of a page, its formulas turned to MathML."""
+def on_page_content(content: str, page, **_) -> str:
+    """HTML of a page, its formulas turned to MathML; raises PluginError where one is not."""
 
     def mathml(found: re.Match) -> str:
         display = "block" if found[2] == "[" else "inline"
-        return convert(html.unescape(found[3]).strip(), display=display)
+        made = convert(html.unescape(found[3]).strip(), display=display)
+        if unknown := re.search(r"\\\w+", made):
+            raise PluginError(f"{page.file.src_uri}: {unknown[0]} cannot be written as MathML")
+        # On a phone a long formula is pushed aside, not the page.
+        return f'<div style="overflow-x: auto">{made}</div>' if display == "block" else made
 
     return _FORMULA.sub(mathml, content)
 
