@@ -30,8 +30,9 @@ def refusal(
     for kind in types:
         if kind not in ("float32", "bfloat16"):
             return f"it does float32 and bfloat16, not {kind}"
-    if _cut(*weight.shape[:2], _token_bytes(x, dtype, packed)) is None:
-        return f"{weight.shape[1]} rows have no divisor that is a multiple of {LANES}"
+    groups, rows, _ = weight.shape
+    if _cut(groups, rows, _token_bytes(x, dtype, packed)) is None:
+        return f"{rows} rows have no divisor that is a multiple of {LANES}"
     return None
 
 
