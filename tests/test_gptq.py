@@ -273,7 +273,7 @@ def test_hessians_are_of_what_the_weights_multiply(fused, monkeypatch):
     h = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 48)), jnp.float32)
     read = []
 
-    def linear(x, layer):
+    def linear(x, layer, dtype):
         read.append(np.asarray(x, np.float64).reshape(-1, x.shape[-1]))
         return x @ layer.weight + (0 if layer.bias is None else layer.bias)
 

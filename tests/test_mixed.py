@@ -186,7 +186,7 @@ def test_the_cost_is_half_the_square_of_the_derivative_along_the_change(fused, m
             np.testing.assert_allclose(found[..., j], expected / ROWS.size, rtol=1e-9)
 
 
-def moving(x, layer):
+def moving(x, layer, dtype):
     y = x @ layer.weight + layer.bias["s"][..., None] * (x @ layer.bias["change"])
     return y if layer.bias["own"] is None else y + layer.bias["own"]
 

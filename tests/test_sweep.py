@@ -221,6 +221,8 @@ def test_an_interrupt_stops_what_is_running(file, monkeypatch, signum):
     todo, stopped = read_sweep(file, [], ["batch=1,2,3"]), []
     start, most = fake(60, log=stopped)
     before = signal.getsignal(signal.SIGTERM)
+    # A shell starts what it runs in the background with SIGINT ignored.
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)
     original = time.sleep
 
     def sleep(seconds):
@@ -228,8 +230,11 @@ def test_an_interrupt_stops_what_is_running(file, monkeypatch, signum):
         os.kill(os.getpid(), signum)
 
     monkeypatch.setattr(launching.time, "sleep", sleep)
-    with pytest.raises(KeyboardInterrupt):
-        launch(todo, start, 2, 1.0, quiet())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(todo, start, 2, 1.0, quiet())
+    finally:
+        signal.signal(signal.SIGINT, own)
     assert stopped == ["batch=1", "batch=2"]
     assert len(most) == 2
     assert signal.getsignal(signal.SIGTERM) is before

@@ -172,7 +172,7 @@ def decoder_layer(
     config: ModelConfig,
     rope: tuple[Array, Array],
     taps: Int[Array, " taps"] | None = None,
-    observe: Callable[[str, Array], None] = lambda site, x: None,
+    observe: Callable[[str, Any], None] = lambda site, x: None,
     attend: Callable[[Array, Any, Any, Any], Array] | None = None,
     kept: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "batch length hidden"], dict[str, Any]]:
