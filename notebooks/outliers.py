@@ -43,7 +43,7 @@ rows = cut_windows(tokens, Windows(length=256, count=1))
 # ## One layer's residual stream
 #
 # All layers read from and write to one vector a token, the residual stream. This is it in front of
-# the layer where its largest value is: every token a row, every channel a column.
+# the layer where its largest value is: the first 48 tokens, each a row, every channel a column.
 
 # %%
 hidden = capture_hidden(model, rows)[:, 0]  # [layers and behind the last, tokens, channels]
@@ -54,7 +54,8 @@ turned = rotate(x, rotations.residual)
 
 
 def picture(axis, values, title):
-    image = axis.imshow(np.log10(np.abs(values) + 1e-2), aspect="auto", vmin=-1, vmax=3)
+    size = np.log10(np.abs(values[:48]) + 1e-2)
+    image = axis.imshow(size, aspect="auto", cmap="magma", vmin=0, vmax=2.5)
     axis.set(title=title, xlabel="channel", ylabel="token")
     return image
 
