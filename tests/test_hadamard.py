@@ -1,5 +1,6 @@
 """Hadamard matrices of every order, and the fast transform against the dense product."""
 
+import sys
 import time
 
 import jax
@@ -247,3 +248,18 @@ def test_one_large_value_is_spread_over_all():
         after.append(np.abs(y).max() / np.linalg.norm(y))
     assert 0.85 < np.mean(before) < 0.90
     assert 0.06 < np.mean(after) < 0.10
+
+
+@pytest.mark.parametrize("rows", [48, 61, 32])
+def test_many_rows_are_taken_in_parts(monkeypatch, rows):
+    module = sys.modules["qrot.kernels.fwht"]
+    monkeypatch.setattr(module, "_CACHED", 320)
+    assert module._rows_at_once(rows, 20) == {48: 16, 61: 61, 32: 16}[rows]
+    x = np.random.default_rng(rows).normal(size=(2, rows // 2, 20) if rows % 2 == 0 else (rows, 20))
+    jax.clear_caches()
+    for transpose in (False, True):
+        dense = hadamard_dense(20).T if transpose else hadamard_dense(20)
+        found = fwht(jnp.asarray(x, jnp.float32), transpose=transpose)
+        np.testing.assert_allclose(found, x @ dense, atol=1e-5)
+        back = jax.grad(lambda v, t=transpose: (fwht(v, transpose=t) * x).sum())(jnp.asarray(x))
+        np.testing.assert_allclose(back, x @ dense.T, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +14,10 @@ from jaxtyping import Array, Float, Float64
 from qrot.errors import InputError
 from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
+
+# Entries that are transformed at once on a CPU. Measured on 4096 x 4096 in float32: whole 4.5 times
+# a copy, in parts of 2^16, 2^18 and 2^20 entries 4.0, 2.6 and 2.8 times.
+_CACHED = 2**18
 
 
 def hadamard_order(n: int, block: int | None) -> int:
@@ -62,8 +67,26 @@ def fwht(
         from qrot.kernels.mosaic_gpu import fwht as gpu
 
         return gpu.fwht(x, block, transpose, interpreting())
-    rows = x.size // order
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(rows, order)
+    rows = x.reshape(-1, order)
+    part = functools.partial(_by_factors, factors=factors, transpose=transpose)
+    few = _rows_at_once(*rows.shape)
+    if few < len(rows):
+        return jax.lax.map(part, rows.reshape(-1, few, order)).reshape(x.shape)
+    return part(rows).reshape(x.shape)
+
+
+def _rows_at_once(rows: int, order: int) -> int:
+    """On a CPU as many rows as stay in its cache from factor to factor; otherwise all."""
+    most = _CACHED // order
+    if jax.default_backend() != "cpu" or rows < 2 * most:
+        return rows
+    few = max(count for count in range(1, max(most, 1) + 1) if rows % count == 0)
+    return few if few * order >= _CACHED // 8 else rows  # in too small parts nothing is gained
+
+
+def _by_factors(x: Array, factors: tuple[int, ...], transpose: bool) -> Array:
+    rows, order = x.shape
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     for i, size in enumerate(factors):
         matrix = hadamard_matrix(size).T if transpose else hadamard_matrix(size)
         # The scale goes into one small factor, since XLA does not fuse it into a dot on a CPU.

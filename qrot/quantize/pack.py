@@ -18,6 +18,7 @@ from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.rotations import Shifts
 from qrot.scheme import READERS, Scheme, layer_schemes
 
+_scale_and_zero = jax.jit(weight_scale_and_zero, static_argnums=1)
 _OFF_GRID = {4: 1e-3, 8: 1e-3, 2: 0.3}  # of a step, by bytes: what a number's rounding may do
 
 
@@ -89,7 +90,7 @@ def _packed(
     shift: Any,
 ) -> PackedLinear:
     weight = linear.weight
-    scale, _ = weight_scale_and_zero(before, grid)
+    scale, _ = _scale_and_zero(before, grid)
     steps = weight / scale
     codes = jnp.round(steps)
     if not bool((jnp.abs(steps - codes) < _OFF_GRID[weight.dtype.itemsize]).all()):
