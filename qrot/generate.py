@@ -83,7 +83,8 @@ def writer(
                     fuse(params, random_rotations(opened.config, 0), opened.config)
                 )
     if scheme.rounds_weights:
-        with stages.stage("packing", seconds=2 * ROUND * 150):
+        seconds = 2 * ROUND * millions(opened.model(params))
+        with stages.stage("packing", seconds=seconds):
             rounded = rtn(params, scheme) if rounded is None else rounded
             params = jax.block_until_ready(pack(rounded, params, scheme, shifts=shifts))
     return Writer(opened, params, scheme, rotations, shifts, clips)

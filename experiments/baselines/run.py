@@ -12,10 +12,11 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 from qrot.experiment.results import spread
+from qrot.experiment.sweep import run_command
+from qrot.experiment.tables import markdown_table
 
 HERE = Path(__file__).parent
 GROUPS = ["scheme.weights.granularity=group", "scheme.weights.group=64"]
@@ -95,8 +96,8 @@ SLICED = (0.0, 0.05, 0.1, 0.2, 0.3)  # of the directions, by SliceGPT
 
 def run(folder: Path, overrides: list[str]) -> None:
     """One `qrot run`, resumed or skipped if it was begun or done before."""
-    command = [sys.executable, "-m", "qrot.cli", "run", str(HERE / "base.yaml")]
-    subprocess.run([*command, *overrides, f"out={folder}"], check=True, stdout=subprocess.DEVNULL)
+    command = run_command(HERE / "base.yaml", [*overrides, f"out={folder}"])
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def cells(names: list[str]) -> list[tuple[str, str, int]]:
@@ -134,7 +135,7 @@ def found(out: Path, name: str, scheme: str) -> list[dict]:
 
 def table(out: Path) -> str:
     """All that is done, in Markdown: perplexity, and seconds a cell with rounding and judging."""
-    lines = [("method", *SCHEMES, "s"), ("---",) + ("---:",) * (len(SCHEMES) + 1)]
+    lines = []
     full = found(out, "full precision", "W16A16")
     if full:
         lines.append(("full precision", *[f"{full[0]['perplexity']:.2f}"] * len(SCHEMES), ""))
@@ -146,17 +147,17 @@ def table(out: Path) -> str:
                 spread([r["perplexity"] for r in some]) if some else "" for some in rows.values()
             ]
             lines.append((name, *ppl, f"{statistics.fmean(seconds):.0f}"))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table(("method", *SCHEMES, "s"), lines, ("method",))
 
 
 def sliced(out: Path) -> str:
     """Perplexity against the share of directions that SliceGPT cuts off, in Markdown."""
-    lines = [("cut off", "directions left", "perplexity"), ("---:",) * 3]
+    lines = []
     for fraction in SLICED:
         for row in found(out, "SliceGPT", f"{fraction}"):
             left = str(row["hidden_kept"])
             lines.append((f"{fraction:.0%}", left, f"{row['perplexity']:.2f}"))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table(("cut off", "directions left", "perplexity"), lines, ())
 
 
 def main() -> None:

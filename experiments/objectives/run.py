@@ -12,10 +12,11 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 from qrot.experiment.results import spread
+from qrot.experiment.sweep import run_command
+from qrot.experiment.tables import markdown_table
 
 HERE = Path(__file__).parent
 END_TO_END = ["learn.steps=20", "learn.batch=2", "learn.evaluate_every=5"]
@@ -90,8 +91,8 @@ COLUMNS = (
 
 def run(folder: Path, overrides: list[str]) -> None:
     """One `qrot run`, resumed or skipped if it was begun or done before."""
-    command = [sys.executable, "-m", "qrot.cli", "run", str(HERE / "base.yaml")]
-    subprocess.run([*command, *overrides, f"out={folder}"], check=True, stdout=subprocess.DEVNULL)
+    command = run_command(HERE / "base.yaml", [*overrides, f"out={folder}"])
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def cell(out: Path, name: str, seed: int, data: str) -> None:
@@ -121,7 +122,7 @@ def rows_of(out: Path, name: str, bits: str) -> list[dict]:
 
 def table(out: Path) -> str:
     """All that is done, in Markdown."""
-    lines = [COLUMNS, ("---",) * 3 + ("---:",) * (len(COLUMNS) - 3)]
+    lines = []
     for name in ROWS:
         w16, w4 = rows_of(out, name, "w16"), rows_of(out, name, "w4")
         if not w16 + w4:
@@ -141,7 +142,7 @@ def table(out: Path) -> str:
                 f"{max(r['peak_gib'] for r in learned):.1f}" if learned else "",
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table(COLUMNS, lines, COLUMNS[:3])
 
 
 def main() -> None:

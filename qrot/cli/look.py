@@ -52,8 +52,7 @@ def print_comparison(
     base = module.chosen(groups, against)
     table = formats[kind](module.lines(groups, base))
     if kind == "terminal":
-        everything = [row for run in found for row in run.results["rows"]]
-        head = title({**found[0].results, "rows": everything})
+        head = title(module.together(found))
         Console().print(head, table, module.NOTE, sep="\n", highlight=False)
     else:
         print(table, end="")

@@ -22,6 +22,7 @@ from scipy import stats
 from qrot.errors import InputError
 from qrot.experiment.config import first_difference
 from qrot.experiment.results import read_results, spread
+from qrot.experiment.tables import markdown_table
 
 LEVEL = 0.95  # of the intervals
 # No settings of a row.
@@ -95,6 +96,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 f"({values[0]}, {values[1]})"
             )
     return runs
+
+
+def together(runs: Sequence[Run]) -> dict[str, Any]:
+    """The first run's results with the rows of all."""
+    return {**runs[0].results, "rows": [row for run in runs for row in run.results["rows"]]}
 
 
 def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
@@ -240,8 +246,7 @@ def terminal(found: list[tuple[str, ...]]) -> Table:
 
 def markdown(found: list[tuple[str, ...]]) -> str:
     """The lines as a table in Markdown."""
-    rule = tuple("---" if name in ("row", "verdict") else "---:" for name in COLUMNS)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, rule, *found]) + "\n"
+    return markdown_table(COLUMNS, found, ("row", "verdict"))
 
 
 def as_csv(found: list[tuple[str, ...]]) -> str:

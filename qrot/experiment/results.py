@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from qrot.errors import InputError
 from qrot.experiment.scores import score_markdown
+from qrot.experiment.tables import by_method, markdown_table
 
 BESIDE = ("shifts", "scales", "clips")  # what may be learned beside the rotations
 COLUMNS = ("method", "seeds", "perplexity", "nats lost", "gap closed", "s")
@@ -66,13 +66,10 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     "nats lost" are above full precision; "gap closed" is their share that a random Hadamard
     rotation loses (0 %) and this method does not (100 %: full precision); s is seconds a seed.
     """
-    nll = {
-        method: statistics.fmean(row["nll"] for row in group)
-        for method, group in groupby(rows, lambda row: row["method"])
-    }
+    groups = by_method(rows)
+    nll = {m: statistics.fmean(row["nll"] for row in group) for m, group in groups.items()}
     lines = []
-    for method, group in groupby(rows, lambda row: row["method"]):
-        group = list(group)
+    for method, group in groups.items():
         above = closed = ""
         other = ()
         if "other text" in columns(rows):
@@ -134,12 +131,10 @@ def table(results: dict[str, Any]) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     """The results as tables in Markdown, with titles and notes."""
-    names = columns(results["rows"])
-    lines = [names, tuple("---" if name == "method" else "---:" for name in names)]
-    lines += cells(results["rows"])
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = results["rows"]
+    drawn = markdown_table(columns(rows), cells(rows), ("method",))
     tasks = f"\n{score_markdown(results)}" if "zeroshot" in results else ""
-    return f"{title(results)}\n\n{rows}\n\n{notes(results)}\n{tasks}"
+    return f"{title(results)}\n\n{drawn}\n{notes(results)}\n{tasks}"
 
 
 def title(results: dict[str, Any]) -> str:

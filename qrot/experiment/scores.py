@@ -10,6 +10,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from qrot.experiment.tables import by_method, markdown_table
+
 COLUMNS = ("task", "method", "seeds", "acc", "acc_norm", "perplexity")
 _WORDS = ("task", "method")
 
@@ -18,8 +20,7 @@ def score_cells(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line of text cells for each task and method, under `COLUMNS`, the seeds taken together."""
     lines = []
     for name in results.get("zeroshot", {}).get("tasks", {}):
-        for method, group in groupby(results["rows"], lambda row: row["method"]):
-            group = list(group)
+        for method, group in by_method(results["rows"]).items():
             seeds = str(sum(row["seed"] is not None for row in group) or "")
             found = [row["zeroshot"][name] for row in group]
             cells = (
@@ -57,10 +58,7 @@ def score_table(results: dict[str, Any]) -> Table:
 
 def score_markdown(results: dict[str, Any]) -> str:
     """The scores as a table in Markdown, with their title."""
-    rule = tuple("---" if name in _WORDS else "---:" for name in COLUMNS)
-    lines = [COLUMNS, rule, *score_cells(results)]
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{score_title(results)}\n\n{rows}\n"
+    return f"{score_title(results)}\n\n{markdown_table(COLUMNS, score_cells(results), _WORDS)}"
 
 
 def score_title(results: dict[str, Any]) -> str:

@@ -73,10 +73,14 @@ def read_sweep(
             config = read_config(file, [*overrides, *own])
         config = replace(config, out=str(study / name if sweeps else study))
         check_folder(Path(config.out), config)
-        run = [sys.executable, "-m", "qrot.cli", "run", str(file), *overrides, *own]
-        command = [*run, f"out={json.dumps(config.out)}"]
+        command = run_command(file, [*overrides, *own, f"out={json.dumps(config.out)}"])
         found[name] = Combination(name, swept, config, command, _left(config))
     return tuple(found.values())
+
+
+def run_command(file: Path, overrides: Sequence[str]) -> list[str]:
+    """`qrot run` for a process of its own, by the Python that runs this."""
+    return [sys.executable, "-m", "qrot.cli", "run", str(file), *overrides]
 
 
 def read_axis(sweep: str) -> tuple[str, list[str]]:

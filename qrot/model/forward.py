@@ -204,22 +204,21 @@ def decoder_layer(
         """What is in the site's basis already, on its grid."""
         grid, clip = getattr(grids, name), getattr(own.clips, name)
         shift = getattr(own.shifts, name, None)
+        if shift is not None:
+            shift = shift.astype(x.dtype)
+            if not rotations.fused:  # fused shifts are in that basis, too
+                shift = sites[name].go(shift)
+            x = x - shift
         if name in integers:
-            moved = x if shift is None else x - shift.astype(x.dtype)
-            return quantise(moved, grid, clip=clip).replace(shift=shift)
-        if shift is None:
-            return fake_quantise(x, grid, clip=clip, scale_gradient=scheme.scale_gradient)
-        shift = shift.astype(x.dtype)
-        if not rotations.fused:  # fused shifts are in that basis, too
-            shift = sites[name].go(shift)
-        moved = fake_quantise(x - shift, grid, clip=clip, scale_gradient=scheme.scale_gradient)
-        return moved + shift
+            return quantise(x, grid, clip=clip).replace(shift=shift)
+        x = fake_quantise(x, grid, clip=clip, scale_gradient=scheme.scale_gradient)
+        return x if shift is None else x + shift
+
+    def back(name: str, x):
+        return x if name in integers else sites[name].back(x)  # the weights hold integers' way back
 
     def round_trip(name: str, x):
-        site = sites[name]
-        if name in integers:
-            return rounded(name, x)
-        return site.back(rounded(name, site.go(x))) if getattr(grids, name).on else x
+        return back(name, rounded(name, sites[name].go(x))) if getattr(grids, name).on else x
 
     x = round_trip("qkv", tap("qkv", rms_norm(h, layer.attention_norm, eps)))
     observe("qkv", x)
@@ -234,7 +233,7 @@ def decoder_layer(
     x = (attend or attention)(q, k, v, own.window)  # in the basis of the values
     if taps is not None:
         x = sites["o"].go(tap("o", sites["o"].back(x)))
-    x = rounded("o", x) if "o" in integers else sites["o"].back(rounded("o", x))
+    x = back("o", rounded("o", x))
     observe("o", x)
     h = h + linear(x, layer.o, h.dtype)
 

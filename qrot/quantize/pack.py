@@ -45,11 +45,11 @@ def pack(
             continue
         _check(grids, name)
         layers, linear = [], getattr(rounded.layers, name)
+        shift = getattr(shifts, sites[name], None)
         sums = any(_keeps_zero(getattr(own, sites[name])) for own in inputs)
         bits = max(grid.bits for grid in grids)
         for i, grid in enumerate(grids):
             part = jax.tree.map(lambda x, i=i: x[i], linear)
-            shift = getattr(shifts, sites[name], None)
             layers.append(
                 _packed(
                     part,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qrot.experiment.compare import COLUMNS, NOTE, Group, Run, difference, differing, lines
+from qrot.experiment.compare import (
+    COLUMNS,
+    NOTE,
+    Group,
+    Run,
+    difference,
+    differing,
+    lines,
+    together,
+)
 from qrot.experiment.report import page
 from qrot.experiment.report.bars import Bar, caption, differences, perplexity
 from qrot.experiment.report.svg import both
@@ -22,9 +30,8 @@ def write_comparison(file: Path, runs: Sequence[Run], groups: Sequence[Group], b
 
 def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str:
     """The page: groups side by side, their differences from `base`, and what sets runs apart."""
-    everything = {**runs[0].results, "rows": [row for run in runs for row in run.results["rows"]]}
+    everything = together(runs)
     protocol = everything["protocol"]
-    text = re.sub(r", sha256 \w+", "", str(protocol["text"]))
     bars = _bars(groups)
     found = [(g.name, None if g is base else difference(g, base)) for g in groups]
     parts = [
@@ -53,10 +60,8 @@ def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str
             page.folded(f"Runs ({len(runs)})", _environments(runs)),
         ),
     ]
-    name = Path(str(protocol["model"])).name
-    return page.page(
-        f"{name}: {len(groups)} rows side by side", f"Perplexity on {text}, with qrot", parts
-    )
+    heading = f"{page.model_name(protocol)}: {len(groups)} rows side by side"
+    return page.page(heading, page.lead(protocol), parts)
 
 
 def _bars(groups: Sequence[Group]) -> list[Bar]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 STYLE = Path(__file__).parent / "style.css"
 # Nothing is fetched and nothing is run, whatever a name in the results may hold.
@@ -32,6 +34,17 @@ def page(title: str, lead: str, parts: Iterable[str]) -> str:
 </body>
 </html>
 """
+
+
+def model_name(protocol: dict[str, Any]) -> str:
+    """The model in a heading: of a path its last part."""
+    return Path(str(protocol["model"])).name
+
+
+def lead(protocol: dict[str, Any]) -> str:
+    """The line below the heading."""
+    text = re.sub(r", sha256 \w+", "", str(protocol["text"]))
+    return f"Perplexity on {text}, with qrot"
 
 
 def section(heading: str, *parts: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from qrot.experiment.results import (
     title,
     write_text,
 )
+from qrot.experiment.tables import by_method
 from qrot.learn.loop import load_history
 
 FILE = "report.html"
@@ -67,7 +66,6 @@ def report(
     """
     rows, protocol = results["rows"], results["protocol"]
     at = f" at {bits(rows)}" if bits(rows) else ""
-    text = re.sub(r", sha256 \w+", "", str(protocol["text"]))
     names = columns(rows)
     parts = [
         page.figures_of(_figures_of(rows)),
@@ -88,14 +86,7 @@ def report(
             page.folded("Environment", page.pairs(results.get("environment", {}))),
         ),
     ]
-    name = Path(str(protocol["model"])).name
-    return page.page(f"{name}{at}", f"Perplexity on {text}, with qrot", parts)
-
-
-def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each method, in order."""
-    grouped = groupby(rows, lambda row: row["method"])
-    return {method: list(group) for method, group in grouped}
+    return page.page(f"{page.model_name(protocol)}{at}", page.lead(protocol), parts)
 
 
 def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
