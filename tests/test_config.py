@@ -11,6 +11,7 @@ from qrot.experiment.config import (
     find_config,
     first_difference,
     read_config,
+    read_scheme,
     resolved,
     to_yaml,
 )
@@ -190,6 +191,14 @@ def test_settings_that_do_not_count_are_not_shown():
     assert shown["scheme"]["activations"]["clip"] == 0.9
     assert not {"learn", "slicegpt"} & shown.keys()
     assert "learn" in yaml.safe_load(applied(read_config(find_config("spinquant_had"))))
+
+
+def test_a_damaged_scheme_of_a_rotation_file_is_one_sentence():
+    assert read_scheme({"keys": {"bits": 4}}) == Scheme(keys=Grid(4))
+    with pytest.raises(InputError, match=r"scheme.keys.bits: expected an integer, not 'four'"):
+        read_scheme({"keys": {"bits": "four"}})
+    with pytest.raises(InputError, match="scheme: expected"):
+        read_scheme("W4A4")
 
 
 def test_what_is_neither_file_nor_preset():

@@ -1,4 +1,4 @@
-"""Objective x optimiser x start: learn, judge at W16A4KV4 and at W4A4KV4, print one table.
+"""Objective x optimiser x start: learn, judge at W16A4KV4 and, by RTN and GPTQ, at W4A4KV4.
 
 python experiments/objectives/run.py DIR [--out runs/objectives] [--only NAME ...]
 
@@ -70,6 +70,16 @@ ROWS: dict[str, tuple[str, int, list[str]]] = {
             "learn.learning_rate=0.003",
         ],
     ),
+    "fisher, R3 learned": (
+        "learned",
+        1,
+        ["learn.objective=fisher", "learn.start=balanced", "learn.online=[key]"],
+    ),
+    "fisher, R4 learned": (
+        "learned",
+        1,
+        ["learn.objective=fisher", "learn.start=balanced", "learn.online=[down]"],
+    ),
     "layer reconstruction": (
         "learned",
         1,
@@ -83,7 +93,8 @@ COLUMNS = (
     "seeds",
     "W16A4KV4",
     "other text, W16A4KV4",
-    "W4A4KV4",
+    "W4A4KV4, RTN",
+    "W4A4KV4, GPTQ",
     "learning, s",
     "GiB",
 )
@@ -103,15 +114,17 @@ def cell(out: Path, name: str, seed: int, data: str) -> None:
     shared = [*settings, f"methods=[{method}]", f"seeds=[{seed}]", f"learn_seeds=[{seed}]"]
     shared.append(f"data.path={data}")
     w4 = "scheme.weights.bits=4"
+    by_gptq = [w4, "weight_method=gptq", "calibration={windows: 32, length: 512}"]
     if "learn.weight_bits=4" in settings:
         run(folder / "w4", [*shared, w4])
         return
     run(folder / "w16", shared)
     if method == "learned":
         learned = folder / "w16" / "rotations.safetensors"
-        run(folder / "w4", [f"data.path={data}", "methods=[saved]", f"saved={learned}", w4])
-    elif method != "full_precision":
+        shared = [f"data.path={data}", "methods=[saved]", f"saved={learned}"]
+    if method != "full_precision":
         run(folder / "w4", [*shared, w4])
+        run(folder / "gptq", [*shared, *by_gptq])
 
 
 def rows_of(out: Path, name: str, bits: str) -> list[dict]:
@@ -124,7 +137,7 @@ def table(out: Path) -> str:
     """All that is done, in Markdown."""
     lines = []
     for name in ROWS:
-        w16, w4 = rows_of(out, name, "w16"), rows_of(out, name, "w4")
+        w16, w4, gptq = (rows_of(out, name, bits) for bits in ("w16", "w4", "gptq"))
         if not w16 + w4:
             continue
         learned = [row for row in w16 + w4 if "learn_seconds" in row]
@@ -135,9 +148,15 @@ def table(out: Path) -> str:
                 first.get("optimiser", ""),
                 first.get("start", ""),
                 str(len(w16 or w4)),
-                spread([row["perplexity"] for row in w16]) if w16 else "",
-                spread([row["other_perplexity"] for row in w16]) if w16 else "",
-                spread([row["perplexity"] for row in w4]) if w4 else "",
+                *(
+                    spread([row[key] for row in rows]) if rows else ""
+                    for rows, key in (
+                        (w16, "perplexity"),
+                        (w16, "other_perplexity"),
+                        (w4, "perplexity"),
+                        (gptq, "perplexity"),
+                    )
+                ),
                 f"{statistics.fmean(r['learn_seconds'] for r in learned):.0f}" if learned else "",
                 f"{max(r['peak_gib'] for r in learned):.1f}" if learned else "",
             )
@@ -150,10 +169,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", help="the folder with wiki.train*.raw and wiki.test.raw")
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--seeds", type=int, default=3, help="at most so many of each row")
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
     arguments = parser.parse_args()
     names = arguments.only
-    todo = [(seed, name) for seed in range(3) for name in names if seed < ROWS[name][1]]
+    todo = [
+        (seed, name) for seed in range(arguments.seeds) for name in names if seed < ROWS[name][1]
+    ]
     for done, (seed, name) in enumerate(todo, 1):
         print(f"[{done}/{len(todo)}] {name}, seed {seed}", flush=True)
         cell(arguments.out, name, seed, arguments.data)

@@ -198,8 +198,11 @@ def validate(settings: dict[str, Any]) -> RunConfig:
 
 
 def read_scheme(settings: dict[str, Any]) -> Scheme:
-    """A scheme out of a resolved configuration, or of a rotation file's metadata."""
-    return _build(Scheme, settings)
+    """A scheme out of a resolved configuration, or of a rotation file's metadata.
+
+    Raises InputError as `validate` does.
+    """
+    return validate({"scheme": settings}).scheme
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qrot.errors import InputError
+from qrot.errors import InputError, located
 from qrot.evaluate.perplexity import spread_windows
 from qrot.experiment.config import RunConfig, read_config, read_scheme
 from qrot.experiment.data import read_texts
@@ -49,7 +49,8 @@ def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
     learned, metadata = load_rotations(path)
     opened = open_model(model or metadata["model"])
     check_digest(path, metadata, opened.digest)
-    scheme = read_scheme(metadata.get("scheme", {}))
+    with located(str(path)):
+        scheme = read_scheme(metadata.get("scheme", {}))
     return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)}, _run_of(path))
 
 
