@@ -197,7 +197,7 @@ def validate(settings: dict[str, Any]) -> RunConfig:
         raise
 
 
-def read_scheme(settings: dict[str, Any]) -> Scheme:
+def read_scheme(settings: Any) -> Scheme:
     """A scheme out of a resolved configuration, or of a rotation file's metadata.
 
     Raises InputError as `validate` does.
