@@ -127,6 +127,24 @@ def test_different_protocols_do_not_compare(folder):
         read_runs([first.parent / "absent"])
 
 
+def test_the_other_text_has_a_comparison_of_its_own(folder, capsys):
+    measured = {**PROTOCOL, "scored_tokens": 8, "other_text": "a manual", "other_count": 3}
+    rows = [
+        {**row(name, seed, 1.0), "other_nll": nll + seed / 10, "other_perplexity": math.exp(nll)}
+        for name, nll in (("random_hadamard", 3.0), ("learned", 2.0))
+        for seed in range(2)
+    ]
+    both = folder("a", rows, measured)
+    (run,) = read_runs([both], other=True)
+    assert [g.nll for g in grouped([run])] == [{0: 3.0, 1: 3.1}, {0: 2.0, 1: 2.1}]
+    assert {**run.results["protocol"]} == {**PROTOCOL, "text": "a manual", "count": 3}
+    assert {g.nll[0] for g in grouped(read_runs([both]))} == {1.0}
+    app(["compare", str(both), "--other", "--format", "markdown"], standalone_mode=False)
+    assert "| learned | 2 | 7.39 ± 0.00 | -1.000 |" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"b/results.json: no other text was measured"):
+        read_runs([folder("b", [row("learned", 0, 1.0)])], other=True)
+
+
 def test_the_row_to_compare_with():
     groups = [group("learned, a", 1.0), group("learned, b", 2.0), group("saved", 3.0)]
     assert chosen(groups, None) is groups[0]

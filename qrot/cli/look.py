@@ -20,6 +20,7 @@ def compare(
     against: Annotated[
         str | None, typer.Option(help="The row to compare with (its first words will do).")
     ] = None,
+    other: Annotated[bool, typer.Option("--other", help="On the other text of the runs.")] = False,
     kind: Annotated[str, typer.Option("--format", help="terminal, markdown or csv.")] = "terminal",
     report: Annotated[
         Path | None, typer.Option(help="An HTML file for figures and tables, to look at.")
@@ -30,11 +31,16 @@ def compare(
     Rows that differ in nothing but the seed are taken together. Runs that were measured by
     different protocols are refused.
     """
-    print_comparison(runs, by or [], against, kind, report)
+    print_comparison(runs, by or [], against, kind, report, other)
 
 
 def print_comparison(
-    runs: list[Path], by: list[str], against: str | None, kind: str, report: Path | None = None
+    runs: list[Path],
+    by: list[str],
+    against: str | None,
+    kind: str,
+    report: Path | None = None,
+    other: bool = False,
 ) -> None:
     """What `qrot compare` prints, and its report if one is asked for."""
     from rich.console import Console
@@ -47,7 +53,7 @@ def print_comparison(
         raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report: {report.parent} is no folder")
-    found = module.read_runs(runs)
+    found = module.read_runs(runs, other)
     groups = module.grouped(found, by)
     base = module.chosen(groups, against)
     table = formats[kind](module.lines(groups, base))

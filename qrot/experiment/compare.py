@@ -19,7 +19,7 @@ from rich import box
 from rich.table import Table
 from scipy import stats
 
-from qrot.errors import InputError
+from qrot.errors import InputError, located
 from qrot.experiment.config import first_difference
 from qrot.experiment.results import read_results, spread
 from qrot.experiment.tables import markdown_table
@@ -67,10 +67,11 @@ class Difference:
     verdict: str
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
     """All runs in some folders, each a run folder or a folder of them.
 
-    Raises InputError where there is none, one is damaged, or two were measured by different
+    other: with what they measured on the other text in place of the first. Raises InputError where
+    there is none, one is damaged, one has no other text, or two were measured by different
     protocols, whose numbers are no numbers to compare.
     """
     runs = []
@@ -82,6 +83,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             results = read_results(file)
             if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
                 raise InputError(f"{file}: not the results of a run")
+            if other:
+                with located(file):
+                    results = on_the_other_text(results)
             above = folder if len(folders) == 1 else folder.parent
             parts = file.parent.relative_to(above).parts
             name = "/".join(part for part in parts if not re.fullmatch(r"seed\d+", part))
@@ -96,6 +100,23 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 f"({values[0]}, {values[1]})"
             )
     return runs
+
+
+def on_the_other_text(results: dict[str, Any]) -> dict[str, Any]:
+    """Results as if the other text had been the one that was judged on.
+
+    Raises InputError where there was none.
+    """
+    protocol = dict(results["protocol"])
+    if "other_text" not in protocol:
+        raise InputError("no other text was measured (the section `other` of a config)")
+    protocol.pop("scored_tokens", None)  # of the first text
+    protocol |= {"text": protocol.pop("other_text"), "count": protocol.pop("other_count")}
+    rows = [
+        {**row, "nll": row["other_nll"], "perplexity": row["other_perplexity"]}
+        for row in results["rows"]
+    ]
+    return {**results, "protocol": protocol, "rows": rows}
 
 
 def together(runs: Sequence[Run]) -> dict[str, Any]:
