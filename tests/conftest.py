@@ -16,8 +16,9 @@ from jaxtyping import install_import_hook
 # Before qrot is imported for the first time: every annotation in it is checked from here on.
 install_import_hook("qrot", "beartype.beartype")
 
-from functools import cache
+from functools import cache, partial
 
+import exports
 import jax
 import jax.numpy as jnp
 import models
@@ -78,3 +79,9 @@ def tiny(tmp_path_factory):
 def config(tiny, tmp_path):
     """A run of it by several methods, learned rotations among them."""
     return runs.tiny_config(tiny, tmp_path / "run")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(variant, scheme, learned) -> rotation file of a tiny model in a folder of its own."""
+    return partial(exports.write_fitted, tmp_path)

@@ -1,4 +1,4 @@
-"""What a quantised number is: levels, scales and derivatives, against independent arithmetic."""
+"""What a quantised number is: levels and scales, against independent arithmetic."""
 
 from dataclasses import replace
 
@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import KINDS, normal, quantise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
-from qrot.scheme import Override, Scheme, layer_scheme, segments
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-KINDS = ("symmetric", "symmetric_half", "asymmetric")
 
 
 def by_hand(x, kind, bits, axes, clip=1.0):
@@ -34,19 +33,6 @@ def by_hand(x, kind, bits, axes, clip=1.0):
     scale = clip * np.abs(x).max(axes, keepdims=True) / steps
     scale = np.where(scale == 0, 1, scale)
     return np.clip(np.rint(x / scale), -half, half - 1) * scale, scale
-
-
-def normal(*shape, seed=0):
-    # With a mean of 1, the largest is positive: at absmax/7.5 without clipping, -absmax would fall
-    # halfway between two levels, and the last bit of a division would decide.
-    return np.random.default_rng(seed).normal(1, 1, shape).astype(np.float32)
-
-
-def quantise(x, grid, **options):
-    return np.asarray(fake_quantise(jnp.asarray(x), grid, **options))
-
-
-# Values
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.8])
@@ -124,15 +110,6 @@ def test_outlier_channels_are_left_alone_above_a_threshold():
     np.testing.assert_array_equal(quantise(x, grouped)[..., 5], x[..., 5])
 
 
-def test_the_derivative_of_an_outlier_is_one():
-    x = normal(3, 8)
-    x[1, 2] = 50
-    grid = Grid(4, granularity="token", threshold=6.0)
-    weights = jnp.asarray(normal(3, 8, seed=1))
-    found = jax.grad(lambda x: (fake_quantise(x, grid) * weights).sum())(jnp.asarray(x))
-    np.testing.assert_array_equal(found[:, 2], weights[:, 2])
-
-
 def test_off_leaves_everything_alone():
     x = jnp.asarray(normal(3, 4))
     assert fake_quantise(x, Grid()) is x
@@ -155,6 +132,7 @@ numbers = hnp.arrays(
     st.sampled_from([(1, 1), (3, 5)]),
     elements=st.floats(-100, 100, width=32, allow_subnormal=False),
 )
+
 grids = st.builds(Grid, st.sampled_from([2, 4, 8]), st.sampled_from(KINDS), st.just("token"))
 
 
@@ -218,145 +196,6 @@ def test_symmetric_is_what_qwix_computes():
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-# Derivatives
-
-
-def exact(x, y):
-    """x / y, which XLA may not make a product: at clip 1 the largest value of absmax/7.5 lies just
-    between two levels."""
-    return x / jnp.where(jnp.isnan(x), x, y)
-
-
-def straight_through(x, clip, grid, axes):
-    """The same function in plain jnp; JAX differentiates everything but the rounding.
-
-    A number on the grid moves with x and with the scale; a clipped one with the end of the interval
-    alone, whose zero point is not rounded for the derivative.
-    """
-    hold = jax.lax.stop_gradient
-    if grid.kind == "asymmetric":
-        low = clip * jnp.minimum(x.min(axes, keepdims=True), 0)
-        high = clip * jnp.maximum(x.max(axes, keepdims=True), 0)
-        scale = (high - low) / (2**grid.bits - 1)
-        zero = hold(jnp.round(-low / scale))
-        first, last = -zero, 2**grid.bits - 1 - zero
-    else:
-        scale = exact(clip * jnp.abs(x).max(axes, keepdims=True), grid.steps)
-        first, last = -(2 ** (grid.bits - 1)), 2 ** (grid.bits - 1) - 1
-        low, high = first * scale, last * scale
-    t = exact(x, scale)
-    inside = scale * (t + hold(jnp.round(t) - t))
-    below, above = jnp.round(t) < first, jnp.round(t) > last
-    result = jnp.where(below, low, jnp.where(above, high, inside))
-    value = jnp.clip(jnp.round(t), first, last) * scale
-    return result + hold(value - result)
-
-
-def gradients(function, x, clip):
-    """Of a weighted sum of the results, with respect to x and clip; and the results."""
-    weights = jnp.asarray(np.random.default_rng(9).normal(size=x.shape))
-
-    def total(x, clip):
-        result = function(x, clip)
-        return (result * weights.astype(result.dtype)).sum(), result
-
-    (_, result), both = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, clip)
-    return result, *both
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.mark.parametrize("per", ["tensor", "channel"])
-@pytest.mark.parametrize("clip", [1.0, 0.9, 0.5])
-@pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_is_that_of_a_straight_through_reference(kind, bits, clip, per, x64):
-    x = jnp.asarray(normal(16, 6), jnp.float64)
-    if per == "channel":  # one clip ratio for each scale
-        clip = clip * jnp.asarray(np.linspace(0.9, 1, 6)[None], jnp.float32)
-    else:
-        clip = jnp.float32(clip)
-    grid = Grid(bits, kind, "channel")
-
-    def ours(x, clip):
-        return fake_quantise(x, grid, axis=-2, clip=clip)
-
-    def reference(x, clip):
-        return straight_through(x, clip, grid, (0,))
-
-    (value, g_x, g_clip), (value_r, r_x, r_clip) = (
-        gradients(f, x, clip) for f in (ours, reference)
-    )
-    np.testing.assert_allclose(value, value_r, rtol=1e-12)
-    np.testing.assert_allclose(g_x, r_x, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(g_clip, r_clip, rtol=1e-5, atol=1e-6)  # clip is float32
-    assert np.abs(g_clip).min() > 0
-    plain = gradients(lambda x, clip: x, x, clip)[1]
-    assert np.abs(g_x - plain).max() > 1e-2  # not merely the identity
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_of_groups_and_heads(kind, x64):
-    x = jnp.asarray(normal(2, 3, 2, 8), jnp.float64)
-    clip = jnp.full((2, 3, 2, 2, 1), 0.8, jnp.float32)
-    group, token = Grid(4, kind, "group", group=4), Grid(4, kind, "token")
-    ours = gradients(lambda x, c: fake_quantise(x, group, clip=c), x, clip)
-
-    def reference(x, c):
-        return straight_through(x.reshape(2, 3, 2, 2, 4), c, group, (4,)).reshape(x.shape)
-
-    theirs = gradients(reference, x, clip)
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    ours = gradients(lambda x, c: fake_quantise(x, token, clip=c), x, jnp.float32(0.8))
-    theirs = gradients(lambda x, c: straight_through(x, c, token, (2, 3)), x, jnp.float32(0.8))
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_where_several_attain_the_extremes(kind, x64):
-    x = jnp.asarray([[3.0, -3.0, 3.0, 0.7, -1.1], [2.0, 2.0, 2.0, 0.3, 1.2]], jnp.float64)
-    grid = Grid(4, kind, "token")
-    ours = gradients(lambda x, c: fake_quantise(x, grid, clip=c), x, jnp.float32(0.9))
-    theirs = gradients(lambda x, c: straight_through(x, c, grid, (1,)), x, jnp.float32(0.9))
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_with_the_scale_held_is_the_identity(kind):
-    x = jnp.asarray(normal(4, 8))
-    grid = Grid(4, kind, "token")
-    options = {"scale_gradient": False}
-    result, g_x, g_clip = gradients(
-        lambda x, c: fake_quantise(x, grid, clip=c, **options), x, jnp.float32(0.8)
-    )
-    np.testing.assert_allclose(result, quantise(x, grid, clip=0.8))
-    np.testing.assert_array_equal(g_x, gradients(lambda x, c: x, x, jnp.float32(0.8))[1])
-    assert g_clip == 0
-
-
-def test_gradient_is_homogeneous():
-    """Q(a x) = a Q(x), so with the scale followed <x, dQ> = Q (Euler); held, it is not."""
-    x, grid = jnp.asarray(normal(4, 8)), Grid(4, "symmetric", "token", clip=0.9)
-
-    def along(**options):
-        _, change = jax.vjp(lambda x: fake_quantise(x, grid, **options), x)
-        return float((change(jnp.ones_like(x))[0] * x).sum())
-
-    total = float(fake_quantise(x, grid).sum())
-    np.testing.assert_allclose(along(), total, rtol=1e-4)
-    assert abs(along(scale_gradient=False) - total) > 1e-2
-
-
-# Schemes
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -378,76 +217,3 @@ def test_grids_that_make_no_sense(arguments, message):
 def test_a_group_has_to_divide():
     with pytest.raises(InputError, match="5 does not divide 12"):
         fake_quantise(jnp.ones((2, 12)), Grid(4, granularity="group", group=5))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"activations": Grid(granularity="channel")}, "activations: granularity 'channel'"),
-        ({"weights": Grid(granularity="token")}, "weights: granularity 'token'"),
-        ({"keys": Grid(granularity="channel")}, "keys: granularity 'channel'"),
-        ({"activations": Grid(clip="mse")}, "activations: clip 'mse'"),
-        ({"values": Grid(clip="mse")}, "values: clip 'mse'"),
-    ],
-)
-def test_schemes_that_make_no_sense(arguments, message):
-    with pytest.raises(InputError, match=message):
-        Scheme(**arguments)
-
-
-def test_a_scheme_knows_the_usual_granularities_and_its_name():
-    scheme = Scheme(Grid(4, clip="mse"), Grid(8), Grid(3), Grid(3))
-    assert (scheme.weights.granularity, scheme.activations.granularity) == ("channel", "token")
-    assert scheme.keys.granularity == scheme.values.granularity == "head"
-    assert scheme.name == "W4A8KV3"
-    assert Scheme(keys=Grid(4), values=Grid(2)).name == "W16A16K4V2"
-    assert not Scheme().weights.on
-    assert Grid(15).on
-
-
-def test_the_last_override_that_matches_wins():
-    overrides = (
-        Override("*.down", weights=8, activations=8),
-        Override("layers.0.*", activations=6),
-        Override("layers.1.down", weights=3),
-        Override("layers.1.keys", keys=2, values=2),
-    )
-    scheme = Scheme(Grid(4), Grid(4), Grid(4), Grid(4), overrides)
-    first, second = (layer_scheme(scheme, i) for i in range(2))
-    assert dict(first.weights)["down"].bits == 8
-    assert dict(second.weights)["down"].bits == 3
-    assert dict(second.weights)["up"].bits == 4
-    assert [first.down.bits, first.qkv.bits, first.keys.bits] == [6, 6, 4]
-    assert [second.down.bits, second.qkv.bits] == [8, 4]
-    assert [second.keys.bits, second.values.bits] == [2, 4]  # the name of values does not match
-    assert first.down.granularity == "token"
-
-
-def test_readers_of_one_input_need_one_width():
-    scheme = Scheme(overrides=(Override("layers.1.q", activations=8),))
-    layer_scheme(scheme, 0)
-    with pytest.raises(InputError, match="q, k, v share their input in layer 1"):
-        layer_scheme(scheme, 1)
-    with pytest.raises(InputError, match="bits: 1"):
-        layer_scheme(Scheme(overrides=(Override("*", weights=1),)), 0)
-
-
-def test_segments_are_runs_of_equal_layers():
-    scheme = Scheme(Grid(4), overrides=(Override("layers.[23].up", weights=8),))
-    runs = segments(scheme, 6)
-    assert [(start, stop) for start, stop, _ in runs] == [(0, 2), (2, 4), (4, 6)]
-    assert [dict(grids.weights)["up"].bits for *_, grids in runs] == [4, 8, 4]
-    assert segments(Scheme(), 6) == [(0, 6, layer_scheme(Scheme(), 0))]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        Override("*.down_proj", weights=8),
-        Override("layers.3.*", weights=8),
-        Override("*.q", keys=8),
-    ],
-)
-def test_an_override_that_changes_nothing_is_refused(override):
-    with pytest.raises(InputError, match="changes nothing"):
-        segments(Scheme(overrides=(override,)), 3)

@@ -1,9 +1,9 @@
-"""Zero-shot tasks: against a slow oracle in float64, against lm-eval, and in a run."""
+"""Zero-shot tasks: against a slow oracle in float64, and in a run."""
 
 import json
 import math
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from runs import CHEAP, WORDS, quiet
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tasks import characters, oracle, write_tasks
 
 from qrot.cli import app
 from qrot.errors import InputError
@@ -30,43 +30,9 @@ from qrot.model.load import load
 DRAW = np.random.default_rng(0)
 
 
-def words(count):
-    return " ".join(DRAW.choice(WORDS, count))
-
-
-def task_rows():
-    """Rows of all three kinds, of 1 to 150 words: past the model's window of 128."""
-    lengths = [1, 3, 17, 40, 150, 7]
-    return {
-        "last": [{"context": words(n), "continuation": words(1 + n % 3)} for n in lengths],
-        "choice": [
-            {
-                "query": words(n) + "\n" * (n % 2),
-                "choices": [words(1 + (i * n) % 5) for i in range(2 + n % 3)],
-                "gold": n % 2,
-                "id": n,  # fields that no kind has are left alone
-            }
-            for n in lengths
-        ],
-        "partial": [
-            {
-                "context_options": [words(n), words(n + 2)],
-                "continuation": words(2),
-                "gold": n % 2,
-            }
-            for n in lengths
-        ],
-    }
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The three kinds as files."""
-    path = tmp_path_factory.mktemp("tasks")
-    for name, rows in task_rows().items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (path / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return path
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +43,6 @@ def model(tiny):
 @pytest.fixture(scope="module")
 def logits_of(model):
     return jax.jit(partial(forward, model.params, config=model.config))
-
-
-@cache
-def exact(config):
-    return jax.jit(partial(forward, config=config))
-
-
-def oracle(model, tokens, scored):
-    """Log-likelihood of the last `scored` tokens in float64, one row and one token at a time."""
-    total, greedy = 0.0, True
-    read = list(tokens)[-129:]  # the window, and the token that is predicted last
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), model.params)
-        row = jnp.asarray([(read[:-1] + [0] * 128)[:128]])  # one program for all
-        logits = np.asarray(exact(model.config)(params, row))[0]
-    for place in range(len(read) - scored, len(read)):
-        row = logits[place - 1]
-        total += row[read[place]] - np.logaddexp.reduce(row)
-        greedy &= bool(row[read[place]] == row.max())
-    return total, greedy
 
 
 def by_hand(model, name, rows):
@@ -169,14 +115,6 @@ def test_what_greedy_decoding_writes_is_greedy(logits_of):
     other = [*tokens[:-1], (tokens[-1] + 1) % 97]
     requests = [Request(np.asarray(t, np.int32), 3) for t in (tokens, other)]
     assert log_likelihoods(logits_of, requests, window=128)[1].tolist() == [True, False]
-
-
-def characters():
-    """A BPE that merges a blank with the letter after it, so that the cut of a context matters."""
-    vocabulary = {c: i for i, c in enumerate("abĠĊ")} | {"Ġa": 4, "Ġb": 5}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "a"), ("Ġ", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -353,104 +291,3 @@ def test_a_damaged_task_stops_a_run_before_anything_is_written(judged, tmp_path)
     with pytest.raises(InputError, match=r"bad\.jsonl, line 1: ' ' adds no token"):
         run(judged, quiet())
     assert not Path(judged.out).exists()
-
-
-YAML = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: {output}
-doc_to_text: {text}
-doc_to_target: {target}
-{choice}
-metric_list: [{metrics}]
-"""
-LM_EVAL = {
-    "last": ("loglikelihood", '"{{context}}"', '"{{\' \' + continuation}}"', "",
-             ("perplexity", "acc")),
-    "choice": ("multiple_choice", '"{{query.rstrip() + \'\\nAnswer:\'}}"', "gold",
-               'doc_to_choice: "{{choices}}"', ("acc", "acc_norm")),
-    "partial": ("multiple_choice", "gold", "continuation",
-                'doc_to_choice: "{{context_options}}"', ("acc",)),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")  # lm-eval's own
-@pytest.mark.parametrize("bos", [False, True])
-def test_lm_eval_agrees(model, logits_of, folder, tmp_path, monkeypatch, bos):
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
-
-    from qrot.evaluate.lm_eval import LikelihoodModel
-
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for name, (output, text, target, choice, metrics) in LM_EVAL.items():
-        both = ", ".join(f"{{metric: {metric}}}" for metric in metrics)
-        file = folder / f"{name}.jsonl"
-        (tmp_path / f"{name}.yaml").write_text(
-            YAML.format(name=f"qrot_{name}", file=file, output=output, text=text, target=target,
-                        choice=choice, metrics=both)
-        )  # fmt: skip
-    theirs = lm_eval.simple_evaluate(
-        LikelihoodModel(logits_of, model, bos=bos),
-        tasks=[f"qrot_{name}" for name in LM_EVAL],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-        verbosity="ERROR",
-    )["results"]
-    window = model.config.max_position_embeddings
-    for task in read_tasks(ZeroShot(tuple(LM_EVAL), str(folder), bos=bos), model):
-        ours = scores(task, *log_likelihoods(logits_of, task.requests, window=window))
-        for metric in LM_EVAL[task.name][-1]:
-            assert theirs[f"qrot_{task.name}"][f"{metric},none"] == pytest.approx(ours[metric])
-
-
-class Ask:
-    """As lm-eval's requests are, as far as the adapter reads them."""
-
-    def __init__(self, *args):
-        self.args = args
-
-
-def test_the_adapter_answers_one_by_one(model, logits_of):
-    pytest.importorskip("lm_eval")
-    from qrot.evaluate.lm_eval import LikelihoodModel
-
-    adapter = LikelihoodModel(logits_of, model)
-    text = words(150)
-    (found,) = adapter.loglikelihood_rolling([Ask(text)])
-    tokens = model.tokenizer.encode(text).ids
-    # 128 tokens after BOS; the other 22 with as much before them as the window holds.
-    expected = oracle(model, [1, *tokens[:128]], 128)[0] + oracle(model, tokens[-129:], 22)[0]
-    assert found == pytest.approx(expected, rel=1e-5)
-    (empty,) = adapter.loglikelihood([Ask("", text.split()[0])])
-    assert empty[0] == pytest.approx(oracle(model, [1, tokens[0]], 1)[0], rel=1e-5)
-    with pytest.raises(NotImplementedError, match="answers tasks by likelihood"):
-        adapter.generate_until([Ask(text, {})])
-
-
-def test_without_lm_eval_the_extra_is_named():
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
-        with pytest.raises(InputError, match=r"pip install qrot\[lm-eval\]"):
-            import qrot.evaluate.lm_eval  # noqa: F401
-
-
-@pytest.mark.parametrize("context", ["ab", "ab ", "b  ", "a\n", "a b", " a"])
-@pytest.mark.parametrize("continuation", ["ab", " ab", "\nb", " "])
-def test_the_cut_is_that_of_lm_eval(context, continuation):
-    """Its `_encode_pair` itself, on a tokenizer that merges across the cut."""
-    pytest.importorskip("lm_eval")
-    from types import SimpleNamespace
-
-    from lm_eval.api.model import TemplateLM
-
-    tokenizer = characters()
-    stub = SimpleNamespace(backend="causal", tok_encode=lambda text: tokenizer.encode(text).ids)
-    before, after = TemplateLM._encode_pair(stub, context, continuation)
-    found = encode_pair(tokenizer, context, continuation, bos=None, prefix=9)
-    assert found.tokens.tolist() == before + after
-    assert found.scored == len(after)

@@ -1,0 +1,142 @@
+"""What is not exported: one sentence, exit code 2, nothing written."""
+
+import numpy as np
+import pytest
+from exports import export, hadamard
+from models import write_folder
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from qrot.errors import InputError
+from qrot.export import compressed_tensors as ct
+from qrot.export.folder import whole_folder
+from qrot.grid import Grid
+from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.store import load_rotations, save_rotations
+from qrot.scheme import Scheme
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+REFUSED = [
+    ("--format compressed-tensors", "asymmetric grid; choose a scheme"),
+    ("--format compressed-tensors --scheme W3A3", "'W3A3' is not one of W4A16"),
+    ("--format compressed-tensors --scheme W4A4 --online", "not a learned one"),
+    ("--format compressed-tensors --group 8", "--group goes with --scheme"),
+    ("--format spinquant", "one R2 a layer"),
+    ("--format onnx", "'onnx' is not one of spinquant"),
+    ("--format torch --scheme W4A4", "go with --format compressed-tensors only"),
+    ("--weights awq", "'awq' is not one of rtn, gptq"),
+    ("--dtype int8", "'int8' is not one of float32"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_refusals(made, monkeypatch, tmp_path, capsys, arguments, message):
+    path, out = made("llama"), tmp_path / "out"
+    assert export(monkeypatch, path, "--out", out, *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_r4_that_is_no_power_of_two_is_refused(made, monkeypatch, tmp_path, capsys):
+    path, out = made("llama", learned=hadamard("llama", tmp_path)), tmp_path / "out"
+    arguments = ("--format", "compressed-tensors", "--scheme", "W4A4", "--online")
+    assert export(monkeypatch, path, "--out", out, *arguments) == 2
+    assert "needs a power of two, and R4 has 56" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activations": Grid(4)}, "symmetric_half grid by token"),
+        ({"activations": Grid(4, "symmetric_half", clip=0.9)}, "symmetric_half grid by token"),
+        ({"weights": Grid(4, "asymmetric")}, "weights must be symmetric"),
+        ({"keys": Grid(4)}, "no integer cache of 4 bits"),
+        ({"weights": Grid(6)}, "W6A4 is none of W4A16"),
+    ],
+)
+def test_schemes_that_the_format_cannot_say(change, message):
+    fine = {"weights": Grid(4), "activations": Grid(4, "symmetric_half")}
+    ct.check_scheme(Scheme(**fine))
+    with pytest.raises(InputError, match=message):
+        ct.check_scheme(Scheme(**{**fine, **change}))
+
+
+def test_another_models_rotations_are_refused(made, monkeypatch, tmp_path, capsys):
+    path = made("llama")
+    write_folder(tmp_path / "other", "llama", seed=1)
+    out = tmp_path / "out"
+    assert export(monkeypatch, path, "--out", out, "--model", tmp_path / "other") == 2
+    assert "fitted to" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_folder_that_is_there_is_left_alone(made, monkeypatch, tmp_path, capsys):
+    path, out = made("llama"), tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    assert export(monkeypatch, path, "--out", out) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert [p.name for p in out.iterdir()] == ["mine"]
+
+
+def test_run_folders(made, monkeypatch, tmp_path, capsys):
+    path = made("llama")
+    run = tmp_path / "run"
+    (run / "seed0").mkdir(parents=True)
+    out = tmp_path / "out"
+    assert export(monkeypatch, run, "--out", out) == 2
+    assert "without learned rotations" in capsys.readouterr().err
+    path.rename(run / "seed0" / "rotations.safetensors")
+    assert export(monkeypatch, run, "--out", out) == 2
+    assert "several seeds, export one of" in capsys.readouterr().err
+    (run / "seed0" / "rotations.safetensors").rename(run / "rotations.safetensors")
+    assert export(monkeypatch, run, "--out", out) == 0
+
+
+def test_runs_with_mixed_bits_are_refused(made, monkeypatch, tmp_path, capsys):
+    path = made("llama")
+    (path.parent / "config.yaml").write_text("scheme: {weights: {bits: 4}}\nmixed: {bits: 3.0}\n")
+    arguments = path, "--out", tmp_path / "out", "--format"
+    assert export(monkeypatch, *arguments, "torch") == 2
+    assert "the run gave each projection its own bits" in capsys.readouterr().err
+    assert export(monkeypatch, *arguments, "huggingface") == 0
+
+
+def test_a_broken_export_never_looks_whole(tmp_path):
+    out = tmp_path / "out"
+
+    def interrupted(error):
+        with whole_folder(out) as folder:
+            (folder / "half").write_text("half")
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="cannot be written"):
+        interrupted(OSError(28, "No space left on device"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rotation_files_of_other_hadamard_matrices_are_refused(tmp_path):
+    path = tmp_path / "r.safetensors"
+    rotations = Rotations(down=hadamard("llama", tmp_path).rotations.down)
+    save_rotations(path, Learned(rotations), {"model": "m", "digest": "0"})
+    loaded, _ = load_rotations(path)
+    np.testing.assert_array_equal(loaded.rotations.down.signs, rotations.down.signs)
+    tensors = load_file(path)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    tensors["rotations.down.factor0"] = tensors["rotations.down.factor0"][::-1].copy()
+    save_file(tensors, path, metadata)
+    with pytest.raises(InputError, match="other Hadamard matrices"):
+        load_rotations(path)
