@@ -36,16 +36,20 @@ def _product(kernel, tokens, groups, size, out, x, dtype, packed, options):
 
 
 def _attend(kernel, batch, length, heads, kv_heads, head_dim, grid, dtype):
-    empty = empty_heads((batch, length, kv_heads, head_dim), grid)
-    leaves, tree = jax.tree.flatten(empty)  # no container of shapes: its fields are checked
-    held = [SHAPE(x.shape, x.dtype) for x in leaves]
+    """To one of the four layers of a cache."""
 
-    def attend(q, k, v, window, first):
+    def empty(*places):  # no container of shapes: its fields are checked
+        return empty_heads((*places, kv_heads, head_dim), grid)
+
+    tree = jax.tree.structure(empty(1))
+    held = jax.eval_shape(lambda: jax.tree.leaves(empty(4, batch, length)))
+
+    def attend(q, k, v, window, first, layer):
         keys, values = (jax.tree.unflatten(tree, x) for x in (k, v))
-        return kernel.attend(q, keys, values, window, first=first)
+        return kernel.attend(q, keys, values, window, first=first, layer=layer)
 
     query, scalar = SHAPE((batch, 1, heads, head_dim), dtype), SHAPE((), I32)
-    return attend, (query, held, held, scalar, scalar)
+    return attend, (query, held, held, scalar, scalar, scalar)
 
 
 def tpu_cases():

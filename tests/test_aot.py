@@ -3,11 +3,21 @@
 Marked, and deselected by default: they need libtpu or the CUDA plugin.
 """
 
+import math
+import re
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from kernel_cases import gpu_cases, tpu_cases
+
+from qrot.grid import Grid
+from qrot.kernels.dispatch import emulated
+from qrot.model.decode import decode_step, empty_cache
+from qrot.rotation.rotations import Rotations
+from qrot.scheme import Scheme
 
 # What the compiler asks of an H100, as published by NVIDIA: limits, sizes and rates.
 H100 = """
@@ -29,12 +39,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def compiled(topology, function, shapes):
+def compiled(topology, function, shapes, **options):
     sharding = SingleDeviceSharding(topology.devices[0])
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
-    return jax.jit(function).trace(*placed).lower().compile()
+    return jax.jit(function, **options).trace(*placed).lower().compile()
 
 
 @pytest.mark.aot_tpu
@@ -50,6 +60,40 @@ def test_every_kernel_compiles_for_tpu(chip):
         except Exception as error:
             failed[name] = str(error)[:300]
     assert not failed
+
+
+@pytest.mark.aot_tpu
+def test_no_codes_of_the_cache_are_copied(variant):
+    """A decode step writes a token in place, and the kernel reads the cache of all layers there."""
+    pytest.importorskip("libtpu")
+    topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
+    model, grid = variant("llama", head_dim=64), Grid(4, "asymmetric")
+    scheme = Scheme(keys=grid, values=grid)
+    batch, length = 128, 8192  # more than there is room for on the chip, where XLA may move it
+    shape = (batch, length, model.config.num_key_value_heads, 32)
+
+    def step(tokens, leaves, params):
+        cache = jax.tree.unflatten(tree, leaves)
+        options = {"rotations": Rotations(fused=True), "scheme": scheme}
+        logits, cache = decode_step(params, tokens, cache, model.config, **options)
+        return logits, jax.tree.leaves(cache)
+
+    def empty(length):  # no container of shapes: its fields are checked
+        return empty_cache(model.config, batch, length, packed=scheme)
+
+    tree = jax.tree.structure(empty(1))
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(empty(length)))
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    with emulated("pallas_tpu", False):
+        program = compiled(topology, step, (tokens, leaves, model.params), donate_argnums=1)
+    text = program.as_text()
+    assert "kv4" in text
+    large = [
+        operation
+        for sizes, operation in re.findall(r"= s8\[([\d,]+)\]\S* ([\w-]+)\(", text)
+        if math.prod(map(int, sizes.split(","))) >= math.prod(shape)
+    ]
+    assert set(large) <= {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}
 
 
 @pytest.mark.aot_gpu
