@@ -108,9 +108,17 @@ def tpu_cases():
 def gpu_cases():
     """name -> (function, shapes) for `mosaic_gpu`, which needs absl-py."""
     pytest.importorskip("absl")
-    from qrot.kernels.mosaic_gpu import fwht, matmul
+    from qrot.kernels.mosaic_gpu import fwht, kv4, matmul
 
     cases = {}
+    for dtype, shape in [
+        (BF16, (4, 4096, 32, 8, 128, Grid(4, "asymmetric"))),
+        (F32, (2, 300, 9, 3, 64, Grid(4, "asymmetric"))),
+        (F16, (1, 200, 4, 1, 64, Grid(8, granularity="token"))),
+        (BF16, (1, 1000, 14, 2, 128, Grid(8, "asymmetric"))),
+        (BF16, (1, 1000, 8, 1, 256, Grid(4))),
+    ]:
+        cases[f"kv4 {shape[:-1]}, {dtype.__name__}"] = _attend(kv4, *shape, dtype)
     for n, block in [
         (128, None),
         (1536, None),

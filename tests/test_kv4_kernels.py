@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels import BF16, F32, RACES, TPU, ULP, no_races, normal
+from test_kernels import BF16, F16, F32, RACES, TPU, ULP, gpu_interpreter, no_races, normal
 
 from qrot.errors import InputError
 from qrot.grid import Grid, dequantise, quantise
@@ -28,6 +28,20 @@ CACHES = [
     (0, 5, 1, 7, 2, 2, 4, Grid(4), Grid(4)),
     (9, 3, 1, 40, 4, 2, 128, Grid(8, "asymmetric"), Grid(4, "asymmetric")),
 ]
+# Odd numbers of heads, of which one program takes not all; runs of tokens that overlap at the end.
+HOPPER_CACHES = [
+    (70, None, 2, 100, 6, 3, 64, Grid(4, "asymmetric"), Grid(4)),
+    (590, 200, 1, 600, 5, 1, 32, Grid(8, "asymmetric", "token"), Grid(4, "asymmetric", "token")),
+    (63, 0, 1, 64, 2, 1, 256, Grid(3), Grid(4, "asymmetric")),
+    (0, 5, 1, 300, 1, 1, 128, Grid(4), Grid(7, "asymmetric")),
+]
+RUNS = [
+    ("pallas_tpu", case, *rest) for case in CACHES for rest in [(F32, None), (F32, 1), (BF16, 1)]
+]
+RUNS += [
+    ("mosaic_gpu", case, *rest)
+    for case, rest in zip(HOPPER_CACHES, [(F32, 1), (F32, None), (BF16, 1), (F16, 1)], strict=True)
+]
 
 
 def cache(first, batch, length, kv_heads, head_dim, grid, seed, layer=None):
@@ -46,10 +60,12 @@ def cache(first, batch, length, kv_heads, head_dim, grid, seed, layer=None):
     return jax.tree.map(dirty, held), np.asarray(dequantise(new), np.float64)
 
 
-@pytest.mark.parametrize("layer", [None, 1])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("case", CACHES)
-def test_attention_to_a_packed_cache(case, dtype, layer):
+def interpreter(implementation):
+    return True if implementation == "pallas_tpu" else gpu_interpreter()
+
+
+@pytest.mark.parametrize(("implementation", "case", "dtype", "layer"), RUNS)
+def test_attention_to_a_packed_cache(implementation, case, dtype, layer):
     first, window, batch, length, heads, kv_heads, head_dim, *grids = case
     q = normal(batch, 1, heads, head_dim, dtype=dtype, seed=5) * 3
     (keys, k), (values, v) = (
@@ -65,11 +81,11 @@ def test_attention_to_a_packed_cache(case, dtype, layer):
     expected = np.einsum("bhs,bshd->bhd", shares, v).reshape(batch, 1, -1)
     limit = None if window is None else jnp.asarray(window)
     at = {"first": jnp.asarray(first), "layer": None if layer is None else jnp.asarray(layer)}
-    with emulated("pallas_tpu"):
-        found = attend(q, keys, values, limit, **at, **TPU)
+    with emulated(implementation, interpreter(implementation)):
+        found = attend(q, keys, values, limit, implementation=implementation, **at)
     assert found.dtype == dtype
     size = np.abs(expected).max()
-    atol = size * (3e-6 if dtype == F32 else 2 * ULP[BF16])
+    atol = size * (3e-6 if dtype == F32 else 2 * ULP[dtype])
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol)
 
 
@@ -79,26 +95,36 @@ def test_no_races():
         no_races(lambda: attend(normal(2, 1, 4, 4), *held, first=jnp.asarray(290), **TPU))
 
 
-def test_what_is_refused():
-    values, first = normal(2, 3, 2, 8), jnp.asarray(0)
-    groups = empty_heads((2, 3, 2, 8), Grid(4, granularity="group", group=4))
-    held = empty_heads((2, 3, 2, 8), Grid(4))
-    for q, keys, words in [
-        (normal(2, 2, 2, 8), held, "one new token"),
-        (normal(2, 1, 2, 8), values, "both be integers"),
-        (normal(2, 1, 2, 8), groups, "groups within a head"),
-    ]:
-        with emulated("pallas_tpu"):
-            found = attend(q, keys, values, first=first)
-            expected = attend(q, keys, values, first=first, implementation="xla")
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "mosaic_gpu"])
+def test_what_is_refused(implementation):
+    interpret, first = interpreter(implementation), jnp.asarray(0)
+
+    def held(length=64, head_dim=32, **options):
+        return empty_heads((2, length, 2, head_dim), Grid(4, **options))
+
+    q, values, groups = normal(2, 1, 2, 32), normal(2, 64, 2, 32), {"granularity": "group"}
+    cases = [
+        (normal(2, 2, 2, 32), held(), "one new token"),
+        (q, values, "both be integers"),
+        (q, held(**groups, group=4), "groups within a head"),
+    ]
+    if implementation == "mosaic_gpu":
+        cases += [
+            (q, held(length=63), "fewer than 64"),
+            (normal(2, 1, 2, 8), held(64, 8), "not of 8"),
+        ]
+    for q, keys, words in cases:
+        with emulated(implementation, interpret):
+            found = attend(q, keys, keys, first=first)
+            expected = attend(q, keys, keys, first=first, implementation="xla")
             np.testing.assert_array_equal(found, expected)
             with pytest.raises(InputError, match=words):
-                attend(q, keys, held, first=first, **TPU)
+                attend(q, keys, keys, first=first, implementation=implementation)
 
 
-def test_a_model_on_the_kernels(variant):
-    """The path that a user takes: tokens through packed weights and cache, as on a TPU."""
-    model, grid = fold_norms(variant("llama")), Grid(4, "asymmetric")
+def logits_of(model, length, implementation):
+    """Of the second token, through packed weights and cache: by XLA, emulated, and its program."""
+    model, grid = fold_norms(model), Grid(4, "asymmetric")
     scheme = Scheme(Grid(4), Grid(8, "asymmetric"), grid, grid)
     rotations = random_rotations(model.config, seed=0)
     params, online, _ = fuse(model.params, rotations, model.config)
@@ -111,17 +137,35 @@ def test_a_model_on_the_kernels(variant):
         return decode_step(params, tokens, state, model.config, **options)
 
     def logits():
-        state = empty_cache(model.config, 2, 4, packed=scheme)
+        state = empty_cache(model.config, 2, length, packed=scheme)
         for i in range(2):
             out, state = step(tokens[:, i : i + 1], state)
         return out
 
     expected = logits()
-    with emulated("pallas_tpu"):
+    with emulated(implementation, interpreter(implementation)):
         step.clear_cache()  # it knows nothing of what is emulated
-        state = empty_cache(model.config, 2, 4, packed=scheme)
+        state = empty_cache(model.config, 2, length, packed=scheme)
         program = str(step.trace(tokens[:, :1], state).jaxpr)
         found = logits()
+    return expected, found, program
+
+
+def test_a_model_on_the_kernels(variant):
+    """The path that a user takes: tokens through packed weights and cache, as on a TPU."""
+    expected, found, program = logits_of(variant("llama"), 4, "pallas_tpu")
     for name in ("fwht", "int4_matmul", "kv4"):
         assert f"name={name}" in program
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_model_on_hopper(variant, monkeypatch):
+    interpreter("mosaic_gpu")  # which may skip
+    from qrot.kernels.mosaic_gpu import kv4
+
+    calls, attend = [], kv4.attend
+    monkeypatch.setattr(kv4, "attend", lambda *a, **o: calls.append(o) or attend(*a, **o))
+    model = variant("llama", head_dim=32, num_hidden_layers=2)
+    expected, found, _ = logits_of(model, 64, "mosaic_gpu")
+    assert calls
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

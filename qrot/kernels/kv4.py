@@ -99,11 +99,21 @@ def attend(
 
         return refusal(q, keys, values)
 
-    if choose("kv4", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
-        from qrot.kernels.pallas_tpu import kv4 as kernel
+    def gpu():
+        from qrot.kernels.mosaic_gpu.kv4 import refusal
 
-        options = {"first": first, "layer": layer, "interpret": interpreting()}
-        return kernel.attend(q, keys, values, window, **options)
+        return refusal(q, keys, values)
+
+    options = {"first": first, "layer": layer}
+    chosen = choose("kv4", implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
+    if chosen == "pallas_tpu":
+        from qrot.kernels.pallas_tpu import kv4 as on_tpu
+
+        return on_tpu.attend(q, keys, values, window, interpret=interpreting(), **options)
+    if chosen == "mosaic_gpu":
+        from qrot.kernels.mosaic_gpu import kv4 as on_gpu
+
+        return on_gpu.attend(q, keys, values, window, interpret=interpreting(), **options)
 
     def read(x):
         x = x if layer is None else jax.tree.map(lambda whole: whole[layer], x)
