@@ -102,11 +102,11 @@ def test_what_is_refused(implementation):
     def held(length=64, head_dim=32, **options):
         return empty_heads((2, length, 2, head_dim), Grid(4, **options))
 
-    q, values, groups = normal(2, 1, 2, 32), normal(2, 64, 2, 32), {"granularity": "group"}
+    q, values = normal(2, 1, 2, 32), normal(2, 64, 2, 32)
     cases = [
         (normal(2, 2, 2, 32), held(), "one new token"),
         (q, values, "both be integers"),
-        (q, held(**groups, group=4), "groups within a head"),
+        (q, held(granularity="group", group=4), "groups within a head"),
     ]
     if implementation == "mosaic_gpu":
         cases += [
