@@ -36,16 +36,20 @@ def _product(kernel, tokens, groups, size, out, x, dtype, packed, options):
 
 
 def _attend(kernel, batch, length, heads, kv_heads, head_dim, grid, dtype):
-    empty = empty_heads((batch, length, kv_heads, head_dim), grid)
-    leaves, tree = jax.tree.flatten(empty)  # no container of shapes: its fields are checked
-    held = [SHAPE(x.shape, x.dtype) for x in leaves]
+    """To one of the four layers of a cache."""
 
-    def attend(q, k, v, window, first):
+    def empty(*places):  # no container of shapes: its fields are checked
+        return empty_heads((*places, kv_heads, head_dim), grid)
+
+    tree = jax.tree.structure(empty(1))
+    held = jax.eval_shape(lambda: jax.tree.leaves(empty(4, batch, length)))
+
+    def attend(q, k, v, window, first, layer):
         keys, values = (jax.tree.unflatten(tree, x) for x in (k, v))
-        return kernel.attend(q, keys, values, window, first=first)
+        return kernel.attend(q, keys, values, window, first=first, layer=layer)
 
     query, scalar = SHAPE((batch, 1, heads, head_dim), dtype), SHAPE((), I32)
-    return attend, (query, held, held, scalar, scalar)
+    return attend, (query, held, held, scalar, scalar, scalar)
 
 
 def tpu_cases():
@@ -104,9 +108,17 @@ def tpu_cases():
 def gpu_cases():
     """name -> (function, shapes) for `mosaic_gpu`, which needs absl-py."""
     pytest.importorskip("absl")
-    from qrot.kernels.mosaic_gpu import fwht, matmul
+    from qrot.kernels.mosaic_gpu import fwht, kv4, matmul
 
     cases = {}
+    for dtype, shape in [
+        (BF16, (4, 4096, 32, 8, 128, Grid(4, "asymmetric"))),
+        (F32, (2, 300, 9, 3, 64, Grid(4, "asymmetric"))),
+        (F16, (1, 200, 4, 1, 64, Grid(8, granularity="token"))),
+        (BF16, (1, 1000, 14, 2, 128, Grid(8, "asymmetric"))),
+        (BF16, (1, 1000, 8, 1, 256, Grid(4))),
+    ]:
+        cases[f"kv4 {shape[:-1]}, {dtype.__name__}"] = _attend(kv4, *shape, dtype)
     for n, block in [
         (128, None),
         (1536, None),

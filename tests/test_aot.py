@@ -3,11 +3,21 @@
 Marked, and deselected by default: they need libtpu or the CUDA plugin.
 """
 
+import math
+import re
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from kernel_cases import gpu_cases, tpu_cases
+
+from qrot.grid import Grid
+from qrot.kernels.dispatch import emulated
+from qrot.model.decode import decode_step, empty_cache
+from qrot.rotation.rotations import Rotations
+from qrot.scheme import Scheme
 
 # What the compiler asks of an H100, as published by NVIDIA: limits, sizes and rates.
 H100 = """
@@ -29,12 +39,12 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def compiled(topology, function, shapes):
+def compiled(topology, function, shapes, **options):
     sharding = SingleDeviceSharding(topology.devices[0])
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
-    return jax.jit(function).trace(*placed).lower().compile()
+    return jax.jit(function, **options).trace(*placed).lower().compile()
 
 
 @pytest.mark.aot_tpu
@@ -65,3 +75,52 @@ def test_every_kernel_compiles_for_hopper():
         except Exception as error:
             failed[name] = str(error)[:300]
     assert not failed
+
+
+def same_place(topology, model, implementation):
+    """No code of the cache is copied in a decode step: a token is written in place, and the kernel
+    reads the cache of all layers there."""
+    grid = Grid(4, "asymmetric")
+    scheme = Scheme(keys=grid, values=grid)
+    batch, length = 128, 8192  # more than there is room for on a TPU, where XLA may move it
+
+    def step(tokens, leaves, params):
+        cache = jax.tree.unflatten(tree, leaves)
+        options = {"rotations": Rotations(fused=True), "scheme": scheme}
+        logits, cache = decode_step(params, tokens, cache, model.config, **options)
+        return logits, jax.tree.leaves(cache)
+
+    def empty(length):  # no container of shapes: its fields are checked
+        return empty_cache(model.config, batch, length, packed=scheme)
+
+    tree = jax.tree.structure(empty(1))
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(empty(length)))
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    with emulated(implementation, False):
+        program = compiled(topology, step, (tokens, leaves, model.params), donate_argnums=1)
+    text = program.as_text()
+    assert {"pallas_tpu": "tpu_custom_call", "mosaic_gpu": "mosaic_gpu"}[implementation] in text
+    layer = math.prod(leaves[0].shape[1:])
+    large = [
+        (name, operation)
+        for name, sizes, operation in re.findall(r"%(\S+) = s8\[([\d,]+)\]\S* ([\w-]+)\(", text)
+        if math.prod(map(int, sizes.split(","))) >= layer
+    ]
+    assert large
+    inert = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}
+    for name, operation in large:  # on a GPU what is written in place is a fusion of that name
+        assert operation in inert or "dynamic_update_slice" in name
+
+
+@pytest.mark.aot_tpu
+def test_a_cache_stays_where_it_is_on_tpu(variant):
+    pytest.importorskip("libtpu")
+    topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
+    same_place(topology, variant("llama", head_dim=64), "pallas_tpu")
+
+
+@pytest.mark.aot_gpu
+def test_a_cache_stays_where_it_is_on_hopper(variant):
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    same_place(topology, variant("llama", head_dim=64), "mosaic_gpu")

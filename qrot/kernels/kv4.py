@@ -79,16 +79,19 @@ def append(cache: PackedHeads, new: Quantised, place: tuple[Any, ...]) -> Packed
 
 def attend(
     q: Float[Array, "batch new heads head_dim"],
-    keys: PackedHeads | Float[Array, "batch length kv_heads head_dim"],
-    values: PackedHeads | Float[Array, "batch length kv_heads head_dim"],
+    keys: PackedHeads | Float[Array, "*layers batch length kv_heads head_dim"],
+    values: PackedHeads | Float[Array, "*layers batch length kv_heads head_dim"],
     window: Int[Array, ""] | None = None,
     *,
     first: Int[Array, ""],
+    layer: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch new features"]:
     """`attention` of new tokens, the first at position `first`, to a packed cache with them in it.
 
-    Either may be unpacked. Raises InputError where the implementation cannot do this.
+    layer: which one of a cache of all layers, whose first axis they are; None for a cache of one,
+      without that axis. A kernel reads its part of the whole where it is.
+    Keys or values may be unpacked. Raises InputError where the implementation cannot do this.
     """
 
     def tpu():
@@ -96,12 +99,24 @@ def attend(
 
         return refusal(q, keys, values)
 
-    if choose("kv4", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
-        from qrot.kernels.pallas_tpu import kv4 as kernel
+    def gpu():
+        from qrot.kernels.mosaic_gpu.kv4 import refusal
 
-        return kernel.attend(q, keys, values, window, first=first, interpret=interpreting())
+        return refusal(q, keys, values)
+
+    options = {"first": first, "layer": layer}
+    chosen = choose("kv4", implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
+    if chosen == "pallas_tpu":
+        from qrot.kernels.pallas_tpu import kv4 as on_tpu
+
+        return on_tpu.attend(q, keys, values, window, interpret=interpreting(), **options)
+    if chosen == "mosaic_gpu":
+        from qrot.kernels.mosaic_gpu import kv4 as on_gpu
+
+        return on_gpu.attend(q, keys, values, window, interpret=interpreting(), **options)
 
     def read(x):
+        x = x if layer is None else jax.tree.map(lambda whole: whole[layer], x)
         return unpack_heads(x).astype(q.dtype) if isinstance(x, PackedHeads) else x
 
     return attention(q, read(keys), read(values), window, first=first)

@@ -117,8 +117,7 @@ def _decode(params, tokens, cache: Cache, config, rotations, scheme, shifts, cli
             def through_cache(q, k, v, window):
                 nonlocal keys, values  # written in place: they are carried through the scan
                 keys, values = _written(keys, k, i, first), _written(values, v, i, first)
-                here = jax.tree.map(lambda x: x[i], keys), jax.tree.map(lambda x: x[i], values)
-                return attend(q, *here, window, first=first)
+                return attend(q, keys, values, window, first=first, layer=i)
 
             turns = rotations.replace(**own.turns)
             options = {"attend": through_cache, "kept": kept}

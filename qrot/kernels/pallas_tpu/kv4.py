@@ -5,9 +5,11 @@ which there are head_dim times fewer:
 
     q (codes - zero) scale = (q codes - zero sum(q)) scale.
 
-All heads of a token are one row of lanes. A query is laid out so that it is zero for other heads'
-codes: the matrix unit does the work of kv_heads times as many products, which it has to spare,
-and no lane moves.
+Tokens are along the lanes: XLA keeps codes [layers, batch, length, kv_heads, width] on a TPU with
+the tokens last where width is below 128, and so the kernel reads its blocks of the whole cache
+where they are. All heads of a token are one column. A query is laid out so that it is zero for
+other heads' codes: the matrix unit does the work of kv_heads times as many products, which it has
+to spare, and nothing moves.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def refusal(q: Any, keys: Any, values: Any) -> str | None:
     for held in (keys, values):
         if not hasattr(held, "codes"):
             return "keys and values must both be integers"
+        if held.scale.dtype != jnp.float32:
+            return f"its scales are float32, not {held.scale.dtype.name}"
         if held.scale.shape[-1] != 1:
             return "it has no scales for groups within a head"
-        if math.prod(held.codes.shape[2:]) > _WIDEST:
+        if math.prod(held.codes.shape[-2:]) > _WIDEST:
             return f"a token's codes take more than {_WIDEST} bytes"
     return None
 
@@ -62,6 +66,7 @@ def attend(
     window: Int[Array, ""] | None,
     *,
     first: Int[Array, ""],
+    layer: Int[Array, ""] | None = None,
     interpret: Any = False,
 ) -> Float[Array, "batch 1 features"]:
     """As the reference, for what `refusal` has nothing against; keys, values: `PackedHeads`.
@@ -69,10 +74,16 @@ def attend(
     Softmax block after block of the cache (Milakov and Gimelshein, 2018, arXiv 1805.02867). Blocks
     after the new token, or before the window, are neither read nor computed.
     """
+    whole_lanes = any(held.codes.shape[-1] % 128 == 0 for held in (keys, values))
+    if layer is None or whole_lanes:
+        # Such heads XLA keeps with the tokens first: of one layer the copy is smaller.
+        own = slice(None) if layer is None else layer
+        keys, values = jax.tree.map(lambda x: x[own][None], (keys, values))
+        layer = jnp.zeros((), jnp.int32)
     batch, _, heads, head_dim = q.shape
-    length, kv_heads = keys.codes.shape[1:3]
+    length, kv_heads = keys.codes.shape[2:4]
     block = min(_TOKENS, length)
-    k_packed, v_packed = (2 * held.codes.shape[3] == head_dim for held in (keys, values))
+    k_packed, v_packed = (2 * held.codes.shape[4] == head_dim for held in (keys, values))
     k_parts, v_parts = 1 + k_packed, 1 + v_packed
     own = jnp.arange(heads) // (heads // kv_heads)  # the kv head of each head
     spread = jax.nn.one_hot(own, kv_heads, dtype=jnp.float32)
@@ -83,11 +94,13 @@ def attend(
     if q.dtype == jnp.bfloat16:
         laid = laid.astype(jnp.bfloat16)
 
-    def rows(held):
-        """Codes [batch, length, lanes], and what acts on scores: [batch, scales, length]."""
-        zero = jnp.zeros(held.scale.shape, jnp.int8) if held.zero is None else held.zero
-        beside = [x[..., 0].swapaxes(1, 2).astype(jnp.float32) for x in (held.scale, zero)]
-        return [held.codes.reshape(batch, length, -1), *beside]
+    def views(held):
+        """Codes [layers, batch, rows, length], scales with a 1 before the length, and zero points
+        [batch, scales, length]: of the layer alone, since XLA keeps 8-bit ones in many ways."""
+        codes, scale = (jnp.moveaxis(x, 2, 4) for x in (held.codes, held.scale))
+        zero = jnp.zeros(held.scale.shape[1:], jnp.int8) if held.zero is None else held.zero[layer]
+        zero = zero[..., 0].swapaxes(1, 2).astype(jnp.float32)
+        return [codes.reshape(*codes.shape[:2], -1, length), scale, zero]
 
     def kernel(place, q, total, spread, kc, ks, kz, vc, vs, vz, out, most, share, sums, offset):
         here, step = place[0], pl.program_id(1)
@@ -98,10 +111,10 @@ def attend(
             for held in (share, sums, offset):
                 held[...] = jnp.zeros(held.shape, jnp.float32)
 
-        def each(x, count, valid):
+        def each(x, valid):
             """[scales, block] to [heads, block]; past the end may stand anything."""
             x = jnp.where(valid[:1], x, 0.0)
-            if count == 1:
+            if len(x) == 1:
                 return jnp.broadcast_to(x, valid.shape)
             return lax.dot(spread[...], x, precision=lax.Precision.HIGHEST)
 
@@ -109,52 +122,49 @@ def attend(
         def _():
             at = step * block + lax.broadcasted_iota(jnp.int32, (heads, block), 1)
             valid = (at <= here) & (at > place[3])
-            codes = _halves(kc[0], k_packed)
-            dots = [exact_dot(q[0, i], part, contract=1) for i, part in enumerate(codes)]
-            scores = sum(dots[1:], dots[0]) - each(kz[0], kz.shape[1], valid) * total[0]
-            scores = jnp.where(valid, scores * each(ks[0], ks.shape[1], valid), _LOW)
+            codes = _halves(kc[0, 0], k_packed)
+            dots = [exact_dot(q[0, i], part) for i, part in enumerate(codes)]
+            scores = sum(dots[1:], dots[0]) - each(kz[0], valid) * total[0]
+            scores = jnp.where(valid, scores * each(ks[0, 0, :, 0], valid), _LOW)
             above = jnp.maximum(most[...], scores.max(1, keepdims=True))
             fade = jnp.exp(most[...] - above)
             shares = jnp.where(valid, jnp.exp(scores - above), 0.0)
             most[...] = above
             share[...] = share[...] * fade + shares.sum(1, keepdims=True)
-            shares = shares * each(vs[0], vs.shape[1], valid)
-            shifted = (shares * each(vz[0], vz.shape[1], valid)).sum(1, keepdims=True)
+            shares = shares * each(vs[0, 0, :, 0], valid)
+            shifted = (shares * each(vz[0], valid)).sum(1, keepdims=True)
             offset[...] = offset[...] * fade + shifted
-            for i, part in enumerate(_halves(vc[0], v_packed)):
-                sums[i] = sums[i] * fade + exact_dot(shares, part)
+            for i, part in enumerate(_halves(vc[0, 0], v_packed)):
+                sums[i] = sums[i] * fade + exact_dot(shares, part, contract=1)
 
         @pl.when(step == pl.num_programs(1) - 1)
         def _():
             for i in range(v_parts):
                 out[0, i] = (sums[i] - offset[...]) / share[...]
 
-    def tokens(*shape, along: int):
+    def tokens(x):
+        layered = x.ndim > 3
+        rows = x.shape[1 + layered : -1]
+
         def index(i, j, place):
             j = jnp.clip(j, place[1], place[2])  # a block that is there already is not read again
-            return (i, j, 0) if along == 1 else (i, 0, j)
+            return (place[4], i, *(0 for _ in rows), j)[1 - layered :]
 
-        return pl.BlockSpec((1, *shape), index)
+        return pl.BlockSpec((*(1,) * (1 + layered), *rows, block), index)
 
     def whole(*shape):
         return pl.BlockSpec((1, *shape), lambda i, j, place: (i, *(0 for _ in shape)))
 
-    operands = [*rows(keys), *rows(values)]
-    specs = [
-        tokens(block, x.shape[2], along=1)
-        if x.dtype == jnp.int8
-        else tokens(x.shape[1], block, along=2)
-        for x in operands
-    ]
-    lanes = operands[3].shape[2]
+    operands = [*views(keys), *views(values)]
+    rows = operands[3].shape[2]
     here = jnp.asarray(first, jnp.int32)
     before = jnp.full((), -1, jnp.int32)  # the last token that is out of the window
     if window is not None:
         before = jnp.where(window == 0, -1, jnp.maximum(here - window.astype(jnp.int32), -1))
-    place = jnp.stack([here, (before + 1) // block, here // block, before])
+    place = jnp.stack([here, (before + 1) // block, here // block, before, layer])
     found = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, v_parts, heads, lanes), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((batch, v_parts, heads, rows), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pl.cdiv(length, block)),
@@ -162,12 +172,12 @@ def attend(
                 whole(*laid.shape[1:]),
                 whole(heads, 1),
                 pl.BlockSpec(spread.shape, lambda i, j, place: (0, 0)),
-                *specs,
+                *map(tokens, operands),
             ],
-            out_specs=whole(v_parts, heads, lanes),
+            out_specs=whole(v_parts, heads, rows),
             scratch_shapes=[
                 pltpu.VMEM(shape, jnp.float32)
-                for shape in [(heads, 1), (heads, 1), (v_parts, heads, lanes), (heads, 1)]
+                for shape in [(heads, 1), (heads, 1), (v_parts, heads, rows), (heads, 1)]
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
