@@ -20,7 +20,7 @@ from qrot.grid import Quantised
 
 _BLOCK = 128  # tokens and outputs of a block, and bytes along the sum
 # jax 0.10.2 wants an index beside the reference, 0.12 wants none.
-_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 _FEWEST = 128  # tokens for which it is worth transposing the weight
 
 
@@ -87,7 +87,7 @@ def int8_matmul(
         def along(ref, part, axis):
             """A vector of the tile's tokens (axis 0) or outputs (1), over the whole tile."""
             kept = plgpu.Layout.WGMMA.reduce(1 - axis)
-            values = plgpu.load(ref.at[part], *_INDEX, layout=kept, optimized=False)
+            values = plgpu.load(ref.at[part], *INDEX, layout=kept, optimized=False)
             return lax.broadcast_in_dim(values, (_BLOCK, _BLOCK), (axis,))
 
         total = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_BLOCK, _BLOCK), jnp.int32))
