@@ -1,4 +1,4 @@
-"""Kernels for TPU and GPU, interpreted on the CPU against the references, and lowered."""
+"""Kernels for TPU, interpreted on the CPU against the references; what all have in common."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,17 @@ import pytest
 from jax import export
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import gpu_cases, tpu_cases
+from kernel_cases import (
+    BF16,
+    F16,
+    F32,
+    ULP,
+    gpu_cases,
+    gpu_interpreter,
+    normal,
+    same_as_dense,
+    tpu_cases,
+)
 
 from qrot.errors import InputError
 from qrot.grid import Grid, Quantised, dequantise, quantise
@@ -25,37 +35,8 @@ from qrot.rotation.random import random_rotations
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-ULP = {F32: 2.0**-23, BF16: 2.0**-8, F16: 2.0**-11}
 TPU = {"implementation": "pallas_tpu"}
 RACES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-
-
-def normal(*shape, dtype=F32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def gpu_interpreter():
-    pytest.importorskip("absl")
-    from jax.experimental.pallas import mosaic_gpu
-
-    if hasattr(mosaic_gpu, "InterpretGPUParams"):
-        return mosaic_gpu.InterpretGPUParams()
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams()
-
-
-def same_as_dense(x, block, implementation):
-    """The transform, both ways, against the dense product in float64."""
-    n, exact = x.shape[-1], np.asarray(x, np.float64)
-    dense = hadamard_dense(n, block)
-    for transpose, matrix in [(False, dense), (True, dense.T)]:
-        found = fwht(x, block=block, transpose=transpose, implementation=implementation)
-        assert (found.shape, found.dtype) == (x.shape, x.dtype)
-        expected = exact @ matrix
-        atol = (4 if x.dtype == F32 else 1) * np.abs(expected).max() * ULP[x.dtype.type]
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol)
 
 
 # (n, block): one product, K = 36 and 172 in it; slabs with K = 12, 20, 28; slabs that rows of H
@@ -77,15 +58,6 @@ def test_fwht_on_tpu_with_a_large_core_and_many_rows():
     with emulated("pallas_tpu"):
         same_as_dense(normal(1, 5504), None, "pallas_tpu")
         same_as_dense(normal(3, 200, 128), None, "pallas_tpu")  # two blocks of rows, one not full
-
-
-@pytest.mark.parametrize(
-    ("n", "block", "dtype"),
-    [(1536, None, BF16), (1536, None, F16), (256, 64, F16), (2048, 1024, BF16)],
-)
-def test_fwht_on_hopper(n, block, dtype):
-    with emulated("mosaic_gpu", gpu_interpreter()):
-        same_as_dense(normal(2, 5, n, dtype=dtype), block, "mosaic_gpu")
 
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "mosaic_gpu"])
@@ -181,24 +153,6 @@ def test_products_on_tpu(shape, packed):
         assert found.dtype == dtype
         error = np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max()
         assert error < (2e-6 if dtype == F32 else ULP[BF16])
-
-
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_products_on_hopper(asymmetric):
-    from jax.experimental import pallas
-
-    interpreter = gpu_interpreter()
-    if not hasattr(pallas.mosaic_gpu, "InterpretGPUParams"):
-        pytest.skip("the interpreter of jax 0.10.2 has no transposed operands")
-    draw = np.random.default_rng(4)
-    weight = jnp.asarray(draw.integers(-128, 128, (1, 256, 128)), jnp.int8)
-    scale = jnp.asarray(draw.uniform(0.5, 1, (1, 128)), F32)
-    x = quantise(normal(130, 256), Grid(8, "asymmetric" if asymmetric else "symmetric"))
-    sums = weight.sum(1, dtype=jnp.int32) if asymmetric else None
-    with emulated("mosaic_gpu", interpreter):
-        found = int8_matmul(x, weight, scale, sums, implementation="mosaic_gpu")
-    expected = int8_matmul(x, weight, scale, sums, implementation="xla")
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 # first token, window, batch, length, heads, kv heads, head_dim, and the grids of keys and values.
@@ -304,8 +258,6 @@ def test_what_is_not_available():
     ]:
         with pytest.raises(InputError, match=words):
             fwht(x, implementation=named)
-    with pytest.raises(InputError, match=r"of rotate_quantize .*: there is no such kernel"):
-        rotate_quantize(x, Grid(4), implementation="mosaic_gpu")
 
 
 def test_what_a_kernel_cannot_do_falls_back_unless_it_is_named():
