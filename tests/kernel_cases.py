@@ -159,14 +159,14 @@ def gpu_cases():
         )
     for tokens, groups, size, out in [
         (1, 1, 4096, 4096),
-        (16, 1, 14336, 4096),
         (5, 32, 128, 4096),
         (30, 86, 128, 4096),
         (16, 64, 32, 2048),
+        (16, 1, 11008, 4096),
         (1000, 32, 128, 4096),
         (300, 1, 1536, 1536),
     ]:
-        for x, dtype in [(I8, BF16), (BF16, BF16), (F16, F16), (F32, F32)]:
+        for x, dtype in [(I8, BF16), (F16, F16), (F32, F32)]:
             name = f"int4_matmul [{tokens}, {groups} x {size}, {out}] of {x.__name__}"
             cases[name] = _product(
                 lambda x, weight, scale, _, dtype: int4_matmul.int4_matmul(

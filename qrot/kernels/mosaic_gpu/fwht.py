@@ -28,7 +28,7 @@ def fwht(
     order = block or x.shape[-1]
     plan = Plan(order, max(1, order // LANES), transpose)
 
-    def tile(transform, x_tile):
+    def tile(transform, x_tile, _):
         return [transform(x_tile).astype(x.dtype)]
 
     (y,) = over_tiles(tile, x, plan, [], [(x.dtype, LANES)], interpret)

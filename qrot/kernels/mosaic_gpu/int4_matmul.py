@@ -2,16 +2,16 @@
 
 Then the time goes into reading the weight, so it is read once, as it lies in memory, and unpacked
 in registers, from where the tensor cores take it. They multiply 64 rows at least, so the rows are
-the outputs and the tokens the columns, of which 16 are the fewest. The inputs are shared out among
-thread blocks, since a small layer has too few outputs for all processors; their partial sums are
-added up after the kernel.
+the outputs and the tokens the columns, of which there are 16 at least. The inputs are shared out
+among thread blocks, since a small layer has too few outputs for all processors; their partial sums
+are added up after the kernel. Many tokens take the same way, in blocks of 64 (of 32 in float32),
+each of which reads and unpacks the weight anew.
 
 Two neighbours of a row are 16 bits with four nibbles: the low and the high one of an even output,
-and those of an odd one. Each becomes a bfloat16 by a few operations on bits: with 0x43 as its upper
-byte, a bfloat16 is 128 and its lower bits. Products and sums of bfloat16 are in float32, so they
-are exact for integers below 2^24: codes of 8 bits less their zero point are whole numbers of at
-most 255, which bfloat16 has, and times 8 for each input that makes 8192 inputs. So there is one
-kernel for integers and others: float16 is two, float32 three bfloat16.
+and those of an odd one. Each becomes a bfloat16 by a few operations on bits. Products of bfloat16
+are summed in float32, which is exact for integers below 2^24: codes of 8 bits less their zero point
+are whole numbers of at most 255, which bfloat16 has, and times 8 for each input that makes 8224
+inputs. So one kernel serves integers and others: float16 is two, float32 three bfloat16.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int8
 
 from qrot.grid import Quantised
-from qrot.kernels.mosaic_gpu.matmul import INDEX
+from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, load
 
 _PAIRS = 64  # of outputs of a block
 _ROWS = (64, 32, 16)  # of bytes of a step
 _TOKENS = (16, 32, 64)  # of a block
+_COLUMNS = 128  # tokens times parts of numbers, for which there is shared memory
 _BLOCKS = 264  # to share the inputs among: two for each of the 132 processors of an H100
 _STEPS = 4  # that a block has at least
 _PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}  # bfloat16 that a number is cut into
@@ -42,10 +43,8 @@ def refusal(
 ) -> str | None:
     """Why the kernel cannot do this product; None where it can."""
     groups, half, out = weight.shape
-    kinds = [jnp.dtype(dtype).name, *(() if isinstance(x, Quantised) else (x.dtype.name,))]
-    for kind in kinds:
-        if kind not in _PARTS:
-            return f"it does {', '.join(_PARTS)}, not {kind}"
+    if jnp.dtype(dtype).name not in _PARTS:
+        return f"it does {', '.join(_PARTS)}, not {jnp.dtype(dtype).name}"
     if out % (2 * _PAIRS):
         return f"{out} outputs are no multiple of {2 * _PAIRS}"
     if _rows(groups, half) is None:
@@ -59,14 +58,16 @@ def _rows(groups: int, half: int) -> int | None:
     return next(fit, None) if half % _ROWS[-1] == 0 else None
 
 
-def _parts(x: Quantised | Float[Array, "tokens in"]) -> list[BFloat16[Array, "tokens in"]]:
+def _parts(
+    x: Quantised | Float[Array, "tokens in"], dtype: Any
+) -> list[BFloat16[Array, "tokens in"]]:
     """What is multiplied: numbers in bfloat16 that add up to the activations, exactly."""
     if isinstance(x, Quantised):
         codes = x.codes.astype(jnp.float32)
         rest = codes if x.zero is None else codes - x.zero.astype(jnp.float32)
         count = 1
     else:
-        rest, count = x.astype(jnp.float32), _PARTS[x.dtype.name]
+        rest, count = x.astype(dtype).astype(jnp.float32), _PARTS[jnp.dtype(dtype).name]
     found = []
     for _ in range(count):
         # Not `astype` there and back, which XLA may leave out.
@@ -88,9 +89,10 @@ def int4_matmul(
     rows = _rows(groups, half)
     assert rows is not None
     tokens = len(x.codes if isinstance(x, Quantised) else x)
-    wide = next((n for n in _TOKENS if n >= tokens), _TOKENS[-1])
+    parts = _parts(x, dtype)
+    fit = [n for n in _TOKENS if n * len(parts) <= _COLUMNS]
+    wide = next((n for n in fit if n >= tokens), fit[-1])
     more = -tokens % wide
-    parts = _parts(x)
     columns = [
         part.reshape(tokens, groups, 2, half).transpose(2, 1, 3, 0).reshape(2, -1, tokens)
         for part in parts
@@ -101,15 +103,16 @@ def int4_matmul(
     pairs = lax.bitcast_convert_type(weight.reshape(-1, out // 2, 2), jnp.int16)
     steps = groups * half // rows
     tiles = out // (2 * _PAIRS) * ((tokens + more) // wide)
-    most = max(1, min(steps // _STEPS, _BLOCKS // tiles))
-    shares = max(share for share in range(1, most + 1) if steps % share == 0)
-    each = steps // shares
+    shares = max(1, min(steps // _STEPS, _BLOCKS // tiles))
     own = max(1, rows // half)  # groups of a step
     piece = rows // own
 
     def body(pairs_ref, x_ref, scale_ref, y_ref, y_tile, *held):
         share, n, m = (lax.axis_index(name) for name in ("share", "out", "tokens"))
-        first = share * each
+        first = lax.div(share * steps, shares)
+        count = (
+            steps // shares if steps % shares == 0 else lax.div((share + 1) * steps, shares) - first
+        )
 
         def step(indices, w_tile, *rest):
             *x_tiles, totals = rest
@@ -129,7 +132,7 @@ def int4_matmul(
 
         def scales(group, odd):
             ref = scale_ref.at[group, pl.ds(n * _PAIRS, _PAIRS), odd]
-            values = _load(ref, plgpu.Layout.WGMMA.reduce(1), interpret)
+            values = load(ref, WGMMA.reduce(1), interpret)
             return lax.broadcast_in_dim(values, (_PAIRS, wide), (0,))
 
         def products(nibbles, tiles, scratch=None):
@@ -150,31 +153,27 @@ def int4_matmul(
 
         def columns(number):
             offset = number * steps + first
-            return plgpu.BlockSpec((rows, wide), lambda i: (offset + i, m), transforms=_layout(
-                jnp.bfloat16, math.gcd(wide, piece, 64)
-            ))  # fmt: skip
+            layout = _layout(jnp.bfloat16, math.gcd(wide, piece, 64))
+            return plgpu.BlockSpec((rows, wide), lambda i: (offset + i, m), transforms=layout)
 
-        zeros = jnp.zeros((_PAIRS, wide), jnp.float32)
-        if not interpret:
-            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        zeros = cast(jnp.zeros((_PAIRS, wide), jnp.float32), WGMMA, interpret)
         totals = plgpu.emit_pipeline(
             step,
-            grid=(each,),
+            grid=(count,),
             in_specs=[
                 plgpu.BlockSpec(
                     (rows, _PAIRS), lambda i: (first + i, n), transforms=_layout(jnp.int16, _PAIRS)
                 ),
                 *(columns(number) for number in range(2 * len(parts))),
             ],
-            max_concurrent_steps=min(each, _STEPS),
+            max_concurrent_steps=_STEPS,
             init_carry=(zeros, zeros),
         )(pairs_ref, *(x_ref for _ in range(2 * len(parts))))
         for odd, total in enumerate(totals):
             y_tile[odd] = total if groups > 1 else total * scales(0, odd)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
-            y_tile,
-            y_ref.at[share, :, pl.ds(n * _PAIRS, _PAIRS), pl.ds(m * wide, wide)],
+            y_tile, y_ref.at[share, :, pl.ds(n * _PAIRS, _PAIRS), pl.ds(m * wide, wide)]
         )
         plgpu.wait_smem_to_gmem(0)
 
@@ -200,18 +199,12 @@ def _layout(dtype: Any, width: int):
     return (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(size))
 
 
-def _load(ref, layout, interpret):
-    if interpret:  # the interpreter of jax 0.10.2 has no layouts
-        return ref[...]
-    return plgpu.load(ref, *INDEX, layout=layout, optimized=False)
-
-
 def _transposed(tile, interpret):
     """[rows, pairs] in shared memory as [pairs, rows] in the registers of a left operand."""
-    if interpret:  # that of jax 0.10.2 transposes no references either
+    if interpret:  # that of jax 0.10.2 transposes no references
         return tile[...].T
-    words = plgpu.load(tile.T, *INDEX, layout=plgpu.Layout.WGMMA_TRANSPOSED)
-    return plgpu.layout_cast(words, plgpu.Layout.WGMMA)
+    words = load(tile.T, plgpu.Layout.WGMMA_TRANSPOSED, interpret, optimized=True)
+    return plgpu.layout_cast(words, WGMMA)
 
 
 def _nibbles(words):

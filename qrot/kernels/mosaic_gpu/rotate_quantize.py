@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from qrot.grid import Grid, Quantised, nearest, scale_between
 from qrot.kernels.mosaic_gpu import transform
-from qrot.kernels.mosaic_gpu.matmul import INDEX
-from qrot.kernels.mosaic_gpu.transform import LANES, ROWS, Plan, cast, over_tiles, rounded
+from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, load, rounded
+from qrot.kernels.mosaic_gpu.transform import LANES, ROWS, Plan, over_tiles
 
 
 def refusal(n: int, grid: Grid, block: int | None, dtype: Any) -> str | None:
@@ -50,18 +50,17 @@ def rotate_quantize(
     asymmetric = grid.kind == "asymmetric"
     flip, move = signs is not None, shift is not None
 
-    def tile(turn, x_tile, ratio, *others):
+    def tile(turn, x_tile, own, ratio, *others):
         others = list(others)
         if flip:
-            sign, flipped = others.pop(0), others.pop()
-            flipped[...] = x_tile[...] * sign[...]
+            own[...] = x_tile[...] * others.pop(0)[...]
             plgpu.commit_smem()
-            x_tile = flipped
+            x_tile = own
         values = rounded(turn(x_tile), x.dtype, interpret).astype(jnp.float32)
         if move:
             moved = values - others.pop(0)[...].astype(jnp.float32)
             values = rounded(moved, x.dtype, interpret).astype(jnp.float32)
-        clip = _vector(ratio, 1, interpret)
+        clip = load(ratio, WGMMA.reduce(1), interpret)
         if asymmetric:
             low = -_largest(-values, together, others, interpret)
             high = _largest(values, together, others, interpret)
@@ -88,24 +87,13 @@ def rotate_quantize(
         [ratio, *(around(v) for v in (signs, shift) if v is not None)],
         [(jnp.int8, LANES), *[(jnp.float32, 1)] * (1 + asymmetric)],
         interpret,
-        [
-            *([plgpu.SMEM((ROWS,), jnp.float32)] if together > 1 else []),
-            *([transform.shared((ROWS, LANES), x.dtype)] if flip else []),
-        ],
+        [plgpu.SMEM((ROWS,), jnp.float32)] if together > 1 else [],
     )
     groups = n // (together * LANES)
     codes, scale, *zero = (found[0], *(v[::together] for v in found[1:]))
     shape = (*x.shape[:-1], groups)
     kept = zero[0].astype(jnp.int8).reshape(shape) if asymmetric else None
     return Quantised(codes.reshape(x.shape), scale.reshape(shape), kept)
-
-
-def _vector(ref, along, interpret):
-    """[64] as what is left of [64, 64] without the axis `along`."""
-    if interpret:  # the interpreter of jax 0.10.2 has no layouts
-        return ref[...]
-    layout = plgpu.Layout.WGMMA.reduce(along)
-    return plgpu.load(ref, *INDEX, layout=layout, optimized=False)
 
 
 def _spread(values, shape, axis):
@@ -119,11 +107,11 @@ def _largest(values, together, spare, interpret):
         return found
     (shared,) = spare
     shared[...] = found
-    column = _vector(shared, 0, interpret)
+    column = load(shared, WGMMA.reduce(0), interpret)
 
     def owner(axis):
         number = lax.broadcasted_iota(jnp.int32, (ROWS, ROWS), axis)
-        return lax.div(cast(number, plgpu.Layout.WGMMA, interpret), jnp.int32(together))
+        return lax.div(cast(number, WGMMA, interpret), jnp.int32(together))
 
     own = owner(0) == owner(1)
     return jnp.where(own, _spread(column, (ROWS, ROWS), 1), -jnp.inf).max(1)

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from qrot.kernels.fwht import hadamard_dense
+from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, rounded
 
 ROWS, LANES = 64, 128  # of a tile
 _TILES = 8  # that a thread block takes, one after the other
@@ -72,19 +73,6 @@ def refusal(order: int, dtype: Any, size: int) -> str | None:
     return None
 
 
-def cast(values, layout, interpret: Any):
-    """`plgpu.layout_cast`, but for the interpreter of jax 0.10.2, which has no layouts."""
-    return values if interpret else plgpu.layout_cast(values, layout)
-
-
-def rounded(values, dtype: Any, interpret: Any):
-    """Values as `dtype`. What interprets is XLA, which may leave a rounding out that is undone."""
-    if interpret:
-        kind = jnp.finfo(dtype)
-        values = lax.reduce_precision(values, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
-    return values.astype(dtype)
-
-
 def over_tiles(
     tile: Callable,
     x: Array,
@@ -94,9 +82,10 @@ def over_tiles(
     interpret: Any,
     spare: Sequence[Any] = (),
 ) -> list[Array]:
-    """`tile(transform, x_tile, *constants, *spare)` for each tile of x, in one pass over memory.
+    """`tile(transform, x_tile, own, *constants, *spare)` of each tile of x, in one pass over it.
 
-    transform: from a tile of x's dtype in shared memory to its transform in float32.
+    transform: from a tile of x's dtype in shared memory to its transform in float32; `own` may be
+      it, room for a tile that `transform` needs only once it has read what it is given.
     constants: [rows, 128] or [n], in shared memory all the time.
     out: what the tile's results are: dtype, and 128 for [64, 128], 1 for [64].
     spare: more of shared memory. Returns [x.size / 128, 128] and [x.size / 128].
@@ -120,7 +109,8 @@ def over_tiles(
             return taken
 
         given, results = take(len(held)), take(len(out))
-        (left, right, *fixed), (high, low), outs = take(len(held)), take(2), take(len(out))
+        (left, right, *fixed), (high, low) = take(len(held)), take(2)
+        outs = [high if own else take(1)[0] for own in reused]
         first = lax.axis_index("block") * each
         for ref, there in zip(given, (left, right, *fixed), strict=True):
             plgpu.copy_gmem_to_smem(ref, there, barrier)
@@ -132,8 +122,9 @@ def over_tiles(
                 return y
             if used < ROWS:  # the rows after are the next tile's
                 row = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)
-                y = jnp.where(cast(row, plgpu.Layout.WGMMA, interpret) < used, y, 0.0)
+                y = jnp.where(cast(row, WGMMA, interpret) < used, y, 0.0)
             near = rounded(y, x.dtype, interpret)
+            plgpu.wait_smem_to_gmem(0)
             high[...] = near
             low[...] = (y - near.astype(jnp.float32)).astype(x.dtype)
             plgpu.commit_smem()
@@ -141,7 +132,7 @@ def over_tiles(
 
         def step(indices, x_tile):
             start = (first + indices[0]) * used
-            values = tile(transform, x_tile, *fixed, *refs)
+            values = tile(transform, x_tile, high, *fixed, *refs)
             plgpu.wait_smem_to_gmem(0)
             for here, value in zip(outs, values, strict=True):
                 here[...] = value
@@ -159,9 +150,12 @@ def over_tiles(
                     transforms=_layout(x.dtype),
                 )
             ],
-            max_concurrent_steps=4,
+            max_concurrent_steps=2,
         )(x_ref)
         plgpu.wait_smem_to_gmem(0)
+
+    # Two thread blocks fit into a processor's shared memory where the result goes out of `high`.
+    reused = [width == LANES and kind == x.dtype for kind, width in out]
 
     def place(rows, width):
         return (rows,) if width == 1 else (rows, width)
@@ -174,7 +168,11 @@ def over_tiles(
         scratch_types=[
             *(shared(c.shape, c.dtype) for c in held),
             *(shared((ROWS, LANES), x.dtype) for _ in range(2)),
-            *(shared(place(ROWS, width), kind) for kind, width in out),
+            *(
+                shared(place(ROWS, width), kind)
+                for (kind, width), own in zip(out, reused, strict=True)
+                if not own
+            ),
             *spare,
             plgpu.Barrier(num_arrivals=len(held)),
         ],
