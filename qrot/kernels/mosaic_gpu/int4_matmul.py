@@ -48,7 +48,7 @@ def refusal(
     if out % (2 * _PAIRS):
         return f"{out} outputs are no multiple of {2 * _PAIRS}"
     if _rows(groups, half) is None:
-        return f"groups of {2 * half} inputs are no multiple of 32, or do not fill steps"
+        return f"groups of {2 * half} inputs are no multiple of 32"
     return None
 
 

@@ -67,13 +67,13 @@ def rotate_quantize(
         else:
             low, high = None, _largest(jnp.abs(values), together, others, interpret)
         scale, zero = scale_between(low, high, clip, whole)
-        over_row = [None if v is None else _spread(v, (ROWS, LANES), 0) for v in (scale, zero)]
-        steps = nearest(values, *over_row, whole)
-        if not asymmetric:
-            return [steps.astype(jnp.int32).astype(jnp.int8), scale]
+        over_row = _spread(scale, (ROWS, LANES), 0)
+        if zero is None:
+            return [_integers(nearest(values, over_row, None, whole)), scale]
+        around_zero = _spread(zero, (ROWS, LANES), 0)
         half = 2.0 ** (grid.bits - 1)
-        steps = steps + (over_row[1] - half)
-        return [steps.astype(jnp.int32).astype(jnp.int8), scale, zero - half]
+        steps = nearest(values, over_row, around_zero, whole) + (around_zero - half)
+        return [_integers(steps), scale, zero - half]
 
     def around(values):
         rows = jnp.tile(values.astype(x.dtype).reshape(-1, LANES), (plan.used * LANES // n, 1))
@@ -94,6 +94,10 @@ def rotate_quantize(
     shape = (*x.shape[:-1], groups)
     kept = zero[0].astype(jnp.int8).reshape(shape) if asymmetric else None
     return Quantised(codes.reshape(x.shape), scale.reshape(shape), kept)
+
+
+def _integers(steps):
+    return steps.astype(jnp.int32).astype(jnp.int8)
 
 
 def _spread(values, shape, axis):
