@@ -229,11 +229,18 @@ def _sharing(x, grid: Grid, axis: int):
 def scale_and_zero(x, clip, grid: Grid, axes: tuple[int, ...]):
     """Scale and zero point, each with `axes` reduced to 1; zero is None on a symmetric grid."""
     if grid.kind == "asymmetric":
-        low = jnp.minimum(x.min(axes, keepdims=True), 0) * clip
-        high = jnp.maximum(x.max(axes, keepdims=True), 0) * clip
+        low, high = x.min(axes, keepdims=True), x.max(axes, keepdims=True)
+        return scale_between(low, high, clip, grid)
+    return scale_between(None, jnp.abs(x).max(axes, keepdims=True), clip, grid)
+
+
+def scale_between(low, high, clip, grid: Grid):
+    """Scale and zero point by the extremes; on a symmetric grid high is the largest magnitude."""
+    if grid.kind == "asymmetric":
+        low, high = jnp.minimum(low, 0) * clip, jnp.maximum(high, 0) * clip
         scale = _no_zeros(_divide(high - low, grid.steps))
         return scale, jnp.round(_divide(-low, scale))
-    return _no_zeros(_divide(jnp.abs(x).max(axes, keepdims=True) * clip, grid.steps)), None
+    return _no_zeros(_divide(high * clip, grid.steps)), None
 
 
 def _divide(x, y):

@@ -1,16 +1,57 @@
-"""Kernels at the sizes of real models, to be lowered and compiled without a device."""
+"""Kernels at the sizes of real models, to be lowered and compiled without a device; their tests'
+own tools."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
 from qrot.grid import Grid, Quantised
+from qrot.kernels.fwht import fwht, hadamard_dense
 from qrot.kernels.kv4 import empty_heads
 
 F32, BF16, F16, I8, I32 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32
 SHAPE = jax.ShapeDtypeStruct
+ULP = {F32: 2.0**-23, BF16: 2.0**-8, F16: 2.0**-11}
+TPU = {"implementation": "pallas_tpu"}
+RACES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+
+
+def normal(*shape, dtype=F32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def gpu_interpreter():
+    pytest.importorskip("absl")
+    from jax.experimental.pallas import mosaic_gpu
+
+    if hasattr(mosaic_gpu, "InterpretGPUParams"):
+        return mosaic_gpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+def no_races(run):
+    """With `RACES`: jax 0.12 raises, 0.10.2 keeps it to itself."""
+    jax.block_until_ready(run())
+    assert not getattr(interpret_pallas_call.races, "races_found", False)
+
+
+def same_as_dense(x, block, implementation):
+    """The transform, both ways, against the dense product in float64."""
+    n, exact = x.shape[-1], np.asarray(x, np.float64)
+    dense = hadamard_dense(n, block)
+    for transpose, matrix in [(False, dense), (True, dense.T)]:
+        found = fwht(x, block=block, transpose=transpose, implementation=implementation)
+        assert (found.shape, found.dtype) == (x.shape, x.dtype)
+        expected = exact @ matrix
+        atol = (4 if x.dtype == F32 else 1) * np.abs(expected).max() * ULP[x.dtype.type]
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol)
 
 
 def _fwht(kernel, rows, n, dtype, block=None):
@@ -19,6 +60,13 @@ def _fwht(kernel, rows, n, dtype, block=None):
 
 def _no_options(function, block, x):
     return function(x, block, False)
+
+
+def _rotated(kernel, rows, n, dtype, block, grid):
+    return (
+        lambda x, signs, shift: kernel.rotate_quantize(x, grid, block, 0.9, signs, shift),
+        (SHAPE((rows, n), dtype), SHAPE((n,), F32), SHAPE((n,), F32)),
+    )
 
 
 def _product(kernel, tokens, groups, size, out, x, dtype, packed, options):
@@ -74,11 +122,8 @@ def tpu_cases():
         (512, 64, Grid(8)),
     ]:
         for dtype in (F32, BF16):
-            cases[f"rotate_quantize {n}, {dtype.__name__}"] = (
-                lambda x, signs, shift, grid=grid, block=block: rotate_quantize.rotate_quantize(
-                    x, grid, block, 0.9, signs, shift
-                ),
-                (SHAPE((300, n), dtype), SHAPE((n,), F32), SHAPE((n,), F32)),
+            cases[f"rotate_quantize {n}, {dtype.__name__}"] = _rotated(
+                rotate_quantize, 300, n, dtype, block, grid
             )
     for packed in (False, True):
         for tokens, groups, size, out in [
@@ -108,7 +153,7 @@ def tpu_cases():
 def gpu_cases():
     """name -> (function, shapes) for `mosaic_gpu`, which needs absl-py."""
     pytest.importorskip("absl")
-    from qrot.kernels.mosaic_gpu import fwht, kv4, matmul
+    from qrot.kernels.mosaic_gpu import fwht, int4_matmul, kv4, matmul, rotate_quantize
 
     cases = {}
     for dtype, shape in [
@@ -134,4 +179,36 @@ def gpu_cases():
         cases[f"int8_matmul to {dtype.__name__}"] = _product(
             matmul.int8_matmul, 1000, 1, 4096, 4096, I8, dtype, False, {}
         )
+    for tokens, groups, size, out in [
+        (1, 1, 4096, 4096),
+        (5, 32, 128, 4096),
+        (30, 86, 128, 4096),
+        (16, 64, 32, 2048),
+        (16, 1, 11008, 4096),
+        (1000, 32, 128, 4096),
+        (300, 1, 1536, 1536),
+    ]:
+        for x, dtype in [(I8, BF16), (F16, F16), (F32, F32)]:
+            name = f"int4_matmul [{tokens}, {groups} x {size}, {out}] of {x.__name__}"
+            cases[name] = _product(
+                lambda x, weight, scale, _, dtype: int4_matmul.int4_matmul(
+                    x, weight, scale, dtype
+                ),
+                tokens, groups, size, out, x, dtype, True, {},
+            )  # fmt: skip
+    for n, block, grid in [
+        (128, None, Grid(8)),
+        (1536, None, Grid(4, "asymmetric")),
+        (4096, None, Grid(4, "symmetric_half")),
+        (4096, None, Grid(8, "asymmetric", "group", 128)),
+        (8192, 64, Grid(8, "asymmetric")),
+    ]:
+        for dtype in (BF16, F16):
+            cases[f"rotate_quantize {n} to {grid}, {dtype.__name__}"] = _rotated(
+                rotate_quantize, 1000, n, dtype, block, grid
+            )
+    cases["rotate_quantize, no signs, no shift"] = (
+        lambda x: rotate_quantize.rotate_quantize(x, Grid(4), None, 1.0, None, None),
+        (SHAPE((1000, 4096), BF16),),
+    )
     return cases

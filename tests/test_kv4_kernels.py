@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels import BF16, F16, F32, RACES, TPU, ULP, gpu_interpreter, no_races, normal
+from kernel_cases import BF16, F16, F32, RACES, TPU, ULP, gpu_interpreter, no_races, normal
 
 from qrot.errors import InputError
 from qrot.grid import Grid, dequantise, quantise

@@ -63,16 +63,19 @@ def _dispatched(name, x, weight, scale, sums, dtype, implementation) -> Float[Ar
         return refusal(x, weight, dtype, packed)
 
     def gpu():
-        from qrot.kernels.mosaic_gpu.matmul import refusal
+        from qrot.kernels.mosaic_gpu import int4_matmul, matmul
 
-        return refusal(x, weight, dtype)
+        return (int4_matmul if packed else matmul).refusal(x, weight, dtype)
 
-    refusals = {"pallas_tpu": tpu} if packed else {"pallas_tpu": tpu, "mosaic_gpu": gpu}
-    chosen = choose(name, implementation, refusals)
+    chosen = choose(name, implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
     if chosen == "pallas_tpu":
         from qrot.kernels.pallas_tpu.matmul import product
 
         return product(x, weight, scale, sums, dtype, packed=packed, interpret=interpreting())
+    if chosen == "mosaic_gpu" and packed:
+        from qrot.kernels.mosaic_gpu.int4_matmul import int4_matmul
+
+        return int4_matmul(x, weight, scale, dtype, interpreting())
     if chosen == "mosaic_gpu":
         from qrot.kernels.mosaic_gpu.matmul import int8_matmul
 

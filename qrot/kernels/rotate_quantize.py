@@ -36,13 +36,25 @@ def rotate_quantize(
 
         return refusal(n, grid, block, x.dtype)
 
-    integers = grid.bits <= 8 and not grid.threshold  # otherwise `quantise` says why not
-    if integers and choose("rotate_quantize", implementation, {"pallas_tpu": tpu}) == "pallas_tpu":
-        from qrot.kernels.pallas_tpu import rotate_quantize as kernel
+    def gpu():
+        from qrot.kernels.mosaic_gpu.rotate_quantize import refusal
 
+        return refusal(n, grid, block, x.dtype)
+
+    if grid.bits <= 8 and not grid.threshold:  # otherwise `quantise` says why not
+        refusals = {"pallas_tpu": tpu, "mosaic_gpu": gpu}
+        chosen = choose("rotate_quantize", implementation, refusals)
         ratio: Any = grid.clip if clip is None else clip
-        found = kernel.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
-        return found.replace(shift=shift)
+        if chosen == "pallas_tpu":
+            from qrot.kernels.pallas_tpu import rotate_quantize as on_tpu
+
+            found = on_tpu.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
+            return found.replace(shift=shift)
+        if chosen == "mosaic_gpu":
+            from qrot.kernels.mosaic_gpu import rotate_quantize as on_gpu
+
+            found = on_gpu.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
+            return found.replace(shift=shift)
     own = "xla" if implementation == "xla" else None
     flipped = x if signs is None else x * signs.astype(x.dtype)
     turned = fwht(flipped, block=block, implementation=own)

@@ -6,7 +6,6 @@ before: a pass over it at each call, small beside the product only where there a
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
@@ -17,10 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.grid import Quantised
+from qrot.kernels.mosaic_gpu.layouts import WGMMA, load
 
 _BLOCK = 128  # tokens and outputs of a block, and bytes along the sum
-# jax 0.10.2 wants an index beside the reference, 0.12 wants none.
-_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 _FEWEST = 128  # tokens for which it is worth transposing the weight
 
 
@@ -86,8 +84,7 @@ def int8_matmul(
 
         def along(ref, part, axis):
             """A vector of the tile's tokens (axis 0) or outputs (1), over the whole tile."""
-            kept = plgpu.Layout.WGMMA.reduce(1 - axis)
-            values = plgpu.load(ref.at[part], *_INDEX, layout=kept, optimized=False)
+            values = load(ref.at[part], WGMMA.reduce(1 - axis), interpret)
             return lax.broadcast_in_dim(values, (_BLOCK, _BLOCK), (axis,))
 
         total = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_BLOCK, _BLOCK), jnp.int32))
