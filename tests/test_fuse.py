@@ -10,7 +10,7 @@ import pytest
 from models import VARIANTS
 
 from qrot.grid import Grid
-from qrot.kernels.fwht import hadamard_dense
+from qrot.kernels.hadamard import hadamard_dense
 from qrot.model.forward import forward
 from qrot.model.fuse import fold_norms, fuse, untie
 from qrot.quantize.rtn import rtn

@@ -1,7 +1,6 @@
 """Hadamard matrices of every order, and the fast transform against the dense product."""
 
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrot.errors import InputError
-from qrot.kernels.fwht import fwht, hadamard_dense
-from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix, supported
+from qrot.kernels.constructions import supported
+from qrot.kernels.fwht import fwht
+from qrot.kernels.hadamard import hadamard_dense, hadamard_factors, hadamard_matrix
 
 UNKNOWN = {668, 716, 892}
 # hidden and intermediate sizes of real models
@@ -63,18 +63,6 @@ def test_matrix_is_cached_and_read_only():
     assert matrix is hadamard_matrix(28)
     with pytest.raises(ValueError, match="read-only"):
         matrix[0, 0] = 0
-
-
-@pytest.mark.parametrize(("order", "seconds"), [(172, 0.1), (1020, 1.0)])
-def test_matrices_are_built_fast(order, seconds):
-    def build():
-        hadamard_matrix.cache_clear()
-        start = time.perf_counter()
-        hadamard_matrix(order)
-        return time.perf_counter() - start
-
-    # The best of several, since other processes use the machine too.
-    assert min(build() for _ in range(5)) < seconds
 
 
 @pytest.mark.parametrize("order", [2**k for k in range(11)])

@@ -19,7 +19,7 @@ from qrot.errors import InputError
 from qrot.export.fitted import as_numpy
 from qrot.export.huggingface import layer_tensors
 from qrot.grid import Grid
-from qrot.kernels.fwht import hadamard_dense
+from qrot.kernels.hadamard import hadamard_dense
 from qrot.model.assemble import MODULES
 from qrot.model.params import PROJECTIONS, Layers, Linear
 from qrot.quantize.rtn import weight_scale_and_zero

@@ -7,37 +7,15 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float64
+from jaxtyping import Array, Float
 
-from qrot.errors import InputError
 from qrot.kernels.dispatch import choose, interpreting
-from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
+from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix, hadamard_order
 
 # Entries that are transformed at once on a CPU. Measured on 4096 x 4096 in float32: whole 4.5 times
 # a copy, in parts of 2^16, 2^18 and 2^20 entries 4.0, 2.6 and 2.8 times.
 _CACHED = 2**18
-
-
-def hadamard_order(n: int, block: int | None) -> int:
-    """The order of H for rows of n. Raises InputError where block does not divide n."""
-    if block is None:
-        return n
-    if block < 1 or n % block:
-        raise InputError(f"block={block} does not divide the last axis of {n}")
-    return block
-
-
-def hadamard_dense(n: int, block: int | None = None) -> Float64[np.ndarray, "n n"]:
-    """The matrix H / sqrt(n) that `fwht` multiplies by, [n, n] in float64.
-
-    With `block`, it is block-diagonal with n / block copies of the matrix of order `block`.
-    Raises InputError where `fwht` does.
-    """
-    order = hadamard_order(n, block)
-    factors = [hadamard_matrix(f).astype(np.float64) for f in hadamard_factors(order)]
-    return np.kron(np.eye(n // order), functools.reduce(np.kron, factors) / math.sqrt(order))
 
 
 def fwht(

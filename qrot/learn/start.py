@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qrot.errors import InputError
-from qrot.kernels.fwht import hadamard_dense
+from qrot.kernels.hadamard import hadamard_dense
 from qrot.learn.capture import Captured
 from qrot.learn.settings import Learn
 from qrot.model.config import ModelConfig

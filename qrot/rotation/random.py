@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qrot.errors import InputError
-from qrot.kernels.fwht import hadamard_dense
+from qrot.kernels.hadamard import hadamard_dense
 from qrot.rotation.rotations import Hadamard, Rotations, rotate
 
 

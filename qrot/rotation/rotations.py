@@ -18,7 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from qrot.kernels.fwht import fwht, hadamard_dense
+from qrot.kernels.fwht import fwht
+from qrot.kernels.hadamard import hadamard_dense
 
 
 @struct.dataclass
