@@ -9,8 +9,8 @@ shares, as on TPU. Products are not on the tensor cores: few query heads share a
 
 from __future__ import annotations
 
-import inspect
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-# jax 0.10.2 wants an index beside the reference, 0.12 wants none.
-_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+from qrot.kernels.mosaic_gpu import layouts
+
 _TOKENS = 64  # read at a time
 _FEWEST = 256  # tokens of the cache that are worth a program
 _PROGRAMS = 528  # enough for all of Hopper's 132 multiprocessors
@@ -113,13 +113,8 @@ def attend(
     share = lax.div(blocks + splits - 1, splits)  # blocks of a program
     place = jnp.stack([jnp.asarray(layer, jnp.int32), here, start, share])
 
-    def cast(x, layout):  # the interpreter of jax 0.10.2 has no layouts
-        return x if interpret else plgpu.layout_cast(x, layout)
-
-    def load(ref, layout):
-        if interpret:
-            return ref[...]
-        return plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+    cast = partial(layouts.cast, interpret=interpret)
+    load = partial(layouts.load, interpret=interpret)
 
     def filled(value, *shape, layout):
         return cast(jnp.full(shape, value, jnp.float32), layout)
