@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -246,7 +247,8 @@ def test_a_run_with_tasks(judged, model, folder, tmp_path, capsys):
         ("last", "no rotation", ""),
         ("last", "random hadamard", "2"),
     ]
-    assert all(line[3].endswith(" %") and "±" in line[3] for line in lines)
+    assert all(re.fullmatch(r"\d+\.\d ± \d+\.\d", line[3]) for line in lines)
+    assert "…" not in shown  # 80 columns are enough
     assert "| partial | random hadamard | 2 | " in markdown(found)
     assert len(grouped(read_runs([Path(judged.out)]))) == 3  # compare reads it as any other
     assert yaml.safe_load((Path(judged.out) / "config.yaml").read_text())["zeroshot"]["count"] == 5

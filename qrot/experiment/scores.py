@@ -8,11 +8,12 @@ from itertools import groupby
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from qrot.experiment.tables import by_method, markdown_table
 
-COLUMNS = ("task", "method", "seeds", "acc", "acc_norm", "perplexity")
+COLUMNS = ("task", "method", "seeds", "acc, %", "acc_norm, %", "perplexity")
 _WORDS = ("task", "method")
 
 
@@ -24,35 +25,36 @@ def score_cells(results: dict[str, Any]) -> list[tuple[str, ...]]:
             seeds = str(sum(row["seed"] is not None for row in group) or "")
             found = [row["zeroshot"][name] for row in group]
             cells = (
-                _cell(found, "acc", 100, "%"),
-                _cell(found, "acc_norm", 100, "%"),
-                _cell(found, "perplexity", 1, ""),
+                _cell(found, "acc", 100, 1),
+                _cell(found, "acc_norm", 100, 1),
+                _cell(found, "perplexity", 1, 2),
             )
             lines.append((name, method.replace("_", " "), seeds, *cells))
     return lines
 
 
-def _cell(found: list[dict[str, Any]], key: str, factor: int, unit: str) -> str:
+def _cell(found: list[dict[str, Any]], key: str, factor: int, digits: int) -> str:
     """The mean over seeds ± the standard error over rows, which more seeds do not make smaller."""
     if key not in found[0]:
         return ""
     mean = factor * statistics.fmean(scores[key] for scores in found)
-    digits = 0 if mean >= 1000 else 1 if unit else 2
+    digits = 0 if mean >= 1000 else digits
     text = f"{mean:,.{digits}f}"
     errors = [scores[f"{key}_stderr"] for scores in found]
     if None not in errors:
         text += f" ± {factor * statistics.fmean(errors):,.{digits}f}"
-    return f"{text} {unit}".rstrip()
+    return text
 
 
 def score_table(results: dict[str, Any]) -> Table:
-    """The scores as a table for a terminal."""
+    """The scores as a table for a terminal of 80 columns: a task is a line of its own."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in COLUMNS:
+    for name in COLUMNS[1:]:
         drawn.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
     for name, lines in groupby(score_cells(results), lambda line: line[0]):
-        for i, line in enumerate(lines):
-            drawn.add_row("" if i else name, *line[1:])
+        drawn.add_row(f"[bold]{escape(name)}")
+        for line in lines:
+            drawn.add_row(f"  {line[1]}", *line[2:])
     return drawn
 
 

@@ -104,19 +104,22 @@ def attend(
 
         return refusal(q, keys, values)
 
-    options = {"first": first, "layer": layer}
     chosen = choose("kv4", implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
+    if layer is None:
+        layer = jnp.zeros((), jnp.int32)
+        keys, values = jax.tree.map(lambda x: x[None], (keys, values))
+    options = {"first": first, "layer": layer, "interpret": interpreting()}
     if chosen == "pallas_tpu":
         from qrot.kernels.pallas_tpu import kv4 as on_tpu
 
-        return on_tpu.attend(q, keys, values, window, interpret=interpreting(), **options)
+        return on_tpu.attend(q, keys, values, window, **options)
     if chosen == "mosaic_gpu":
         from qrot.kernels.mosaic_gpu import kv4 as on_gpu
 
-        return on_gpu.attend(q, keys, values, window, interpret=interpreting(), **options)
+        return on_gpu.attend(q, keys, values, window, **options)
 
     def read(x):
-        x = x if layer is None else jax.tree.map(lambda whole: whole[layer], x)
+        x = jax.tree.map(lambda whole: whole[layer], x)
         return unpack_heads(x).astype(q.dtype) if isinstance(x, PackedHeads) else x
 
     return attention(q, read(keys), read(values), window, first=first)

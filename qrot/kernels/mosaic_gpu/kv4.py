@@ -78,16 +78,14 @@ def attend(
     window: Int[Array, ""] | None,
     *,
     first: Int[Array, ""],
-    layer: Int[Array, ""] | None = None,
+    layer: Int[Array, ""],
     interpret: Any = None,
 ) -> Float[Array, "batch 1 features"]:
-    """As the reference, for what `refusal` has nothing against; keys, values: `PackedHeads`.
+    """As the reference, for what `refusal` has nothing against; keys, values: `PackedHeads` of all
+    layers.
 
     Blocks of tokens after the new one, or before the window, are not read.
     """
-    if layer is None:
-        keys, values = jax.tree.map(lambda x: x[None], (keys, values))
-        layer = jnp.zeros((), jnp.int32)
     batch, _, heads, head_dim = q.shape
     length, kv_heads = keys.codes.shape[2:4]
     groups = pl.cdiv(heads // kv_heads, _HEADS)  # of query heads that read the same kv head

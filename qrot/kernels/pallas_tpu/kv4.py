@@ -66,19 +66,18 @@ def attend(
     window: Int[Array, ""] | None,
     *,
     first: Int[Array, ""],
-    layer: Int[Array, ""] | None = None,
+    layer: Int[Array, ""],
     interpret: Any = False,
 ) -> Float[Array, "batch 1 features"]:
-    """As the reference, for what `refusal` has nothing against; keys, values: `PackedHeads`.
+    """As the reference, for what `refusal` has nothing against; keys, values: `PackedHeads` of all
+    layers.
 
     Softmax block after block of the cache (Milakov and Gimelshein, 2018, arXiv 1805.02867). Blocks
     after the new token, or before the window, are neither read nor computed.
     """
-    whole_lanes = any(held.codes.shape[-1] % 128 == 0 for held in (keys, values))
-    if layer is None or whole_lanes:
+    if any(held.codes.shape[-1] % 128 == 0 for held in (keys, values)):
         # Such heads XLA keeps with the tokens first: of one layer the copy is smaller.
-        own = slice(None) if layer is None else layer
-        keys, values = jax.tree.map(lambda x: x[own][None], (keys, values))
+        keys, values = jax.tree.map(lambda x: x[layer][None], (keys, values))
         layer = jnp.zeros((), jnp.int32)
     batch, _, heads, head_dim = q.shape
     length, kv_heads = keys.codes.shape[2:4]
