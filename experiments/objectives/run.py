@@ -95,6 +95,7 @@ COLUMNS = (
     "other text, W16A4KV4",
     "W4A4KV4, RTN",
     "W4A4KV4, GPTQ",
+    "other text, W4A4KV4, GPTQ",
     "learning, s",
     "GiB",
 )
@@ -155,6 +156,7 @@ def table(out: Path) -> str:
                         (w16, "other_perplexity"),
                         (w4, "perplexity"),
                         (gptq, "perplexity"),
+                        (gptq, "other_perplexity"),
                     )
                 ),
                 f"{statistics.fmean(r['learn_seconds'] for r in learned):.0f}" if learned else "",
