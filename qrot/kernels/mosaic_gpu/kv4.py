@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from qrot.kernels.dispatch import interpreting
 from qrot.kernels.mosaic_gpu import layouts
 
 _TOKENS = 64  # read at a time
@@ -27,11 +28,14 @@ _FEWEST = 256  # tokens of the cache that are worth a program
 _PROGRAMS = 528  # enough for all of Hopper's 132 multiprocessors
 _HEADS = 4  # of a program: their queries and sums stay in registers
 _CODES = 16  # of a token, that a thread holds
+LOWERS = jax.__version_info__ < (0, 11)  # jax 0.12 finds no layouts for the loop
 _LOW = -1e30  # a score that leaves nothing, and whose difference to itself is a number
 
 
 def refusal(q: Any, keys: Any, values: Any) -> str | None:
     """Why the kernel cannot read this cache for these queries; None where it can."""
+    if not (LOWERS or interpreting()):
+        return "jax 0.12 cannot lower it"
     if q.shape[1] != 1:
         return f"it is for one new token at a time, not {q.shape[1]}"
     if q.dtype.name not in ("float32", "bfloat16", "float16"):
