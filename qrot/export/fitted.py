@@ -49,7 +49,7 @@ def read_fitted(source: Path, *, model: str | None = None) -> Fitted:
     learned, metadata = load_rotations(path)
     opened = open_model(model or metadata["model"])
     check_digest(path, metadata, opened.digest)
-    with located(str(path)):
+    with located(path):
         scheme = read_scheme(metadata.get("scheme", {}))
     return Fitted(opened, learned, scheme, {**metadata, "rotations": str(path)}, _run_of(path))
 
