@@ -25,9 +25,9 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment.config import RunConfig
-from qrot.experiment.results import table, title
-from qrot.experiment.run import run
+from qrot.run.config import RunConfig
+from qrot.run.results import table, title
+from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
 from qrot.scheme import Scheme

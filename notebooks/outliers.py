@@ -24,15 +24,15 @@ import numpy as np
 
 from qrot.evaluate.outliers import outliers
 from qrot.evaluate.perplexity import Windows, cut_windows
-from qrot.experiment.data import Data, read_texts
+from qrot.text import Data, read_texts
 from qrot.grid import Grid, fake_quantise
-from qrot.learn.capture import capture_hidden
+from qrot.calibrate.capture import capture_hidden
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.load import load
-from qrot.model.tokenizer import encode
+from qrot.network import fold_norms, fuse
+from qrot.model.io.load import load
+from qrot.model.io.tokenizer import encode
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import rotate
+from qrot.rotation.forms import rotate
 from qrot.scheme import Scheme
 
 model = fold_norms(load("smollm2"))

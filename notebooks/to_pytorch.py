@@ -24,12 +24,12 @@ import torch
 import transformers
 from rich.console import Console
 
-from qrot.experiment.stages import Stages
+from qrot.progress import Stages
 from qrot.export.export import Options, export
 from qrot.export.fitted import read_fitted
 from qrot.export.verify import logits_in_qrot, logits_in_torch
-from qrot.model.load import load
-from qrot.torch import load as load_in_torch
+from qrot.model.io.load import load
+from qrot.export.runtime.qrot_torch import load as load_in_torch
 
 transformers.logging.set_verbosity_error()
 source = Path("runs/notebook")

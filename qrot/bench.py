@@ -17,22 +17,22 @@ from rich.table import Table
 from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Grid, quantise
 from qrot.kernels.fwht import fwht
-from qrot.kernels.hadamard import hadamard_factors
+from qrot.hadamard.factors import hadamard_factors
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.rotate_quantize import rotate_quantize
-from qrot.learn.capture import mean_shifts
+from qrot.calibrate.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import make_optimiser, update
 from qrot.learn.settings import Learn
 from qrot.learn.start import starting_point
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms
+from qrot.network import fold_norms
 from qrot.model.params import Layers, Model
 from qrot.quantize.gptq import Gptq, round_layer
-from qrot.quantize.layer_by_layer import Seen, layer_by_layer, weight_grids
+from qrot.calibrate.moments import Seen, layer_by_layer, weight_grids
 from qrot.rotation.random import RotationSites
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 from qrot.scheme import Scheme
 
 

@@ -15,17 +15,17 @@ import numpy as np
 from jaxtyping import Int
 
 from qrot.errors import InputError
-from qrot.experiment.stages import FUSE, ROUND, Stages, millions
+from qrot.progress import FUSE, ROUND, Stages, millions
 from qrot.export.fitted import by_gptq, fuse_whole, read_fitted, uses_gptq
 from qrot.grid import OFF, Grid
 from qrot.model.decode import Cache, decode_step, empty_cache, next_token
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.load import Opened, open_model
+from qrot.network import fold_norms, fuse
+from qrot.model.io.load import Opened, open_model
 from qrot.model.params import Params
 from qrot.quantize.pack import linear_bytes, pack
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Clips, Rotations, Shifts
+from qrot.rotation.forms import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import Any
+
+from flax.core import FrozenDict
 
 from qrot.errors import InputError
 from qrot.grid import OFF, Grid
+from qrot.sites import PROJECTIONS, SITES
 
 _ALONE = Grid()  # 16 bits: what it is for is left alone
 _GRANULARITY = {
@@ -84,25 +87,19 @@ class Scheme:
         return f"W{self.weights.bits}A{self.activations.bits}{cache}"
 
 
-class LayerScheme(NamedTuple):
+@dataclass(frozen=True)
+class LayerScheme:
     """The grids of one layer, overrides applied. Hashable: layers of equal scheme share a scan."""
 
-    weights: tuple[tuple[str, Grid], ...]  # by projection
-    qkv: Grid
-    o: Grid
-    gate_up: Grid
-    down: Grid
-    keys: Grid
-    values: Grid
-
-
-READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    weights: FrozenDict[str, Grid]  # by projection
+    sites: FrozenDict[str, Grid]  # by site
 
 
 def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
     """Resolve the overrides for one layer; the last override that matches a name wins.
 
-    Raises InputError where projections that share their input would get different activation bits.
+    Raises:
+        InputError: if projections that share their input would get different activation bits.
     """
 
     def grid(role: str, name: str) -> Grid:
@@ -114,16 +111,16 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
         return result
 
     sites = {}
-    for site, readers in READERS.items():
-        grids = {grid("activations", name) for name in readers}
+    for name, site in SITES.items():
+        grids = {grid(site.grid, reader) for reader in site.readers or (name,)}
         if len(grids) > 1:
             raise InputError(
-                f"overrides: {', '.join(readers)} share their input in layer {layer}, so they need "
-                "the same activation bits"
+                f"overrides: {', '.join(site.readers)} share their input in layer {layer}, so they "
+                "need the same activation bits"
             )
-        sites[site] = grids.pop()
-    weights = tuple((n, grid("weights", n)) for names in READERS.values() for n in names)
-    return LayerScheme(weights, **sites, keys=grid("keys", "keys"), values=grid("values", "values"))
+        sites[name] = grids.pop()
+    weights = {name: grid("weights", name) for name in PROJECTIONS}
+    return LayerScheme(FrozenDict(weights), FrozenDict(sites))
 
 
 def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
@@ -152,14 +149,15 @@ def grids_by_layer(scheme: Scheme, layers: int) -> list[tuple[int, int, dict[str
     """The grids of activations and cache in plain values: (start, stop, {site: grid}) for runs of
     layers, so that a reader of a file need not know what an override is."""
     return [
-        (start, stop, {site: asdict(getattr(grids, site)) for site in (*READERS, "keys", "values")})
+        (start, stop, {name: asdict(grid) for name, grid in grids.sites.items()})
         for start, stop, grids in segments(scheme, layers)
     ]
 
 
 def _check_match(override: Override, layers: int) -> None:
-    inputs = tuple(name for names in READERS.values() for name in names)
-    names = {"weights": inputs, "activations": inputs, "keys": ("keys",), "values": ("values",)}
+    names = {"weights": PROJECTIONS}
+    for name, site in SITES.items():
+        names[site.grid] = (*names.get(site.grid, ()), *(site.readers or (name,)))
     allowed = [n for role, ns in names.items() if getattr(override, role) is not None for n in ns]
     if not any(
         fnmatch(f"layers.{i}.{name}", override.match) for i in range(layers) for name in allowed

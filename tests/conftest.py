@@ -25,7 +25,7 @@ import models
 import pytest
 import runs
 
-from qrot.model.load import load
+from qrot.model.io.load import load
 
 
 @pytest.fixture(scope="session", autouse=True)

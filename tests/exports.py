@@ -15,11 +15,11 @@ from runs import A4
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qrot import cli
-from qrot.experiment.data import Data, read_texts
+from qrot.text import Data, read_texts
 from qrot.grid import Grid
-from qrot.model.load import load
+from qrot.model.io.load import load
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.rotation.store import save_rotations
 from qrot.scheme import Scheme
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Clips, Kronecker, Scales, Shifts
+from qrot.rotation.forms import Clips, Kronecker, Scales, Shifts
 
 
 def orthogonal(draw, *shape):

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from qrot.model.params import PROJECTIONS, Params
+from qrot.model.params import Params
+from qrot.sites import PROJECTIONS
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment.config import RunConfig
-from qrot.experiment.data import Data
+from qrot.run.config import RunConfig
+from qrot.text import Data
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
-from qrot.quantize.layer_by_layer import Calibration
+from qrot.calibrate.moments import Calibration
 from qrot.scheme import Scheme
 
 METHODS = ("full_precision", "no_rotation", "random_orthogonal", "random_hadamard", "learned")

@@ -16,7 +16,7 @@ from kernel_cases import gpu_cases, tpu_cases
 from qrot.grid import Grid
 from qrot.kernels.dispatch import emulated
 from qrot.model.decode import decode_step, empty_cache
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 from qrot.scheme import Scheme
 
 # What the compiler asks of an H100, as published by NVIDIA: limits, sizes and rates.

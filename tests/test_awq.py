@@ -14,10 +14,10 @@ from models import without_weights
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms, fuse
+from qrot.sites import PROJECTIONS
 from qrot.quantize.awq import Awq, awq, best_scale, clipped, find_scales, round_layer, scaled
-from qrot.quantize.layer_by_layer import layer_by_layer
+from qrot.calibrate.moments import layer_by_layer
 from qrot.quantize.rtn import best_clip, round_weight, rtn
 from qrot.rotation.random import random_rotations
 from qrot.scheme import READERS, Override, Scheme

@@ -19,7 +19,7 @@ from qrot.bench import (
 )
 from qrot.cli import app
 from qrot.kernels.dispatch import emulated
-from qrot.model.load import load
+from qrot.model.io.load import load
 
 
 def test_functions_take_turns_and_the_warm_up_does_not_count():

@@ -14,7 +14,7 @@ from scipy import stats
 
 from qrot.cli import app
 from qrot.errors import InputError
-from qrot.experiment.compare import Group, chosen, difference, grouped, read_runs
+from qrot.study.compare import Group, chosen, difference, grouped, read_runs
 
 PROTOCOL = dict.fromkeys(
     ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from qrot.errors import InputError
-from qrot.experiment.config import (
+from qrot.run.config import (
     PRESETS,
     RunConfig,
     applied,
@@ -15,7 +15,7 @@ from qrot.experiment.config import (
     resolved,
     to_yaml,
 )
-from qrot.experiment.config import validate as validated
+from qrot.run.config import validate as validated
 from qrot.grid import Grid
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Override, Scheme

@@ -12,7 +12,7 @@ from models import VARIANTS
 from qrot.grid import Grid
 from qrot.model.decode import decode_step, empty_cache, generate
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.rotation.random import random_rotations
 from qrot.scheme import Override, Scheme
 

@@ -25,7 +25,7 @@ from runs import CALIBRATION
 
 import qrot
 from qrot.cli import app
-from qrot.experiment.config import (
+from qrot.run.config import (
     METHODS,
     RunConfig,
     _section,
@@ -33,13 +33,13 @@ from qrot.experiment.config import (
     read_config,
     to_yaml,
 )
-from qrot.experiment.sweep import read_sweep
+from qrot.study.sweep import read_sweep
 from qrot.grid import Grid
-from qrot.kernels.hadamard import hadamard_factors
-from qrot.model.fuse import fold_norms
+from qrot.hadamard.factors import hadamard_factors
+from qrot.network import fold_norms
 from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.scheme import Scheme
 
 ROOT = Path(__file__).parent.parent

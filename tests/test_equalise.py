@@ -9,10 +9,10 @@ import pytest
 
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.equalise import equalise
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Rotations, Scales
+from qrot.rotation.forms import Rotations, Scales
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -10,16 +10,16 @@ from exports import apart, export, logits, opened, save
 from models import VARIANTS, write_folder
 from rich.console import Console
 
-from qrot.experiment.stages import Stages
+from qrot.progress import Stages
 from qrot.export.export import Options
 from qrot.export.export import export as write
 from qrot.export.fitted import read_fitted
-from qrot.export.folder import write_tensors
+from qrot.files import write_tensors
 from qrot.export.huggingface import config_json
 from qrot.model import assemble
-from qrot.model.load import load, open_model
+from qrot.model.io.load import load, open_model
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.scheme import Scheme
 
 torch = pytest.importorskip("torch")

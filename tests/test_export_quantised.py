@@ -11,15 +11,15 @@ from exports import TOKENS, apart, export, hadamard, logits, opened
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from qrot.experiment.config import RunConfig
+from qrot.run.config import RunConfig
 from qrot.export import compressed_tensors as ct
 from qrot.export.fitted import read_fitted
 from qrot.export.verify import logits_in_qrot
 from qrot.grid import fake_quantise
-from qrot.model.fuse import fold_norms, fuse
-from qrot.quantize.layer_by_layer import Calibration
+from qrot.network import fold_norms, fuse
+from qrot.calibrate.moments import Calibration
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -150,7 +150,7 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
         assert apart(y, expected.detach()) < 1e-5
 
 
-# qrot.torch
+# qrot.export.runtime.qrot_torch
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3-biases"])

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 from qrot.errors import InputError
 from qrot.export import compressed_tensors as ct
-from qrot.export.folder import whole_folder
+from qrot.files import whole_folder
 from qrot.grid import Grid
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.forms import Learned, Rotations
 from qrot.rotation.store import load_rotations, save_rotations
 from qrot.scheme import Scheme
 

@@ -10,12 +10,12 @@ import pytest
 from models import VARIANTS
 
 from qrot.grid import Grid
-from qrot.kernels.hadamard import hadamard_dense
+from qrot.hadamard.factors import hadamard_dense
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse, untie
+from qrot.network import fold_norms, fuse, untie
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Clips, Rotations, Shifts
+from qrot.rotation.forms import Clips, Rotations, Shifts
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

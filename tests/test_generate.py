@@ -10,8 +10,8 @@ from rich.console import Console
 
 from qrot import cli
 from qrot.errors import InputError
-from qrot.experiment.run import run
-from qrot.experiment.stages import Stages
+from qrot.run.run import run
+from qrot.progress import Stages
 from qrot.generate import memory, scheme_named, writer, written
 from qrot.grid import Grid
 from qrot.model.forward import forward

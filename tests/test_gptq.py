@@ -13,11 +13,11 @@ from models import without_weights
 from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms, fuse
+from qrot.sites import PROJECTIONS
 from qrot.quantize import layer_by_layer as module
 from qrot.quantize.gptq import Gptq, gptq, solve
-from qrot.quantize.layer_by_layer import Calibration
+from qrot.calibrate.moments import Calibration
 from qrot.quantize.rtn import round_weight, rtn
 from qrot.rotation.random import random_rotations
 from qrot.scheme import READERS, Override, Scheme

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrot.errors import InputError
-from qrot.kernels.constructions import supported
+from qrot.hadamard.constructions import supported
 from qrot.kernels.fwht import fwht
-from qrot.kernels.hadamard import hadamard_dense, hadamard_factors, hadamard_matrix
+from qrot.hadamard.factors import hadamard_dense, hadamard_factors, hadamard_matrix
 
 UNKNOWN = {668, 716, 892}
 # hidden and intermediate sizes of real models

@@ -12,15 +12,15 @@ from tokenizers.models import WordLevel
 from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.outliers import outliers
-from qrot.experiment.inspect import SITES, STEPS, inspect
+from qrot.run.inspect import SITES, STEPS, inspect
 from qrot.grid import Grid
-from qrot.learn.capture import capture
+from qrot.calibrate.capture import capture
 from qrot.learn.site_wise import fisher
-from qrot.model.fuse import fold_norms
-from qrot.model.load import load
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms
+from qrot.model.io.load import load
+from qrot.sites import PROJECTIONS
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.forms import Learned, Rotations
 from qrot.scheme import Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

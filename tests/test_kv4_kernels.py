@@ -11,7 +11,7 @@ from qrot.grid import Grid, dequantise, quantise
 from qrot.kernels.dispatch import emulated
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.model.decode import decode_step, empty_cache
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.pack import pack
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations

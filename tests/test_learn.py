@@ -16,17 +16,17 @@ from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.learn import loop
 from qrot.learn import start as start_module
-from qrot.learn.capture import mean_shifts
+from qrot.calibrate.capture import mean_shifts
 from qrot.learn.end_to_end import cross_entropy
 from qrot.learn.loop import learn, load_history
 from qrot.learn.settings import Learn
 from qrot.learn.start import balancing, fisher_settings, starting_point, training_scheme
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward, forward_with_taps
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.scheme import Override, Scheme
 
 A4 = Grid(4, "asymmetric")
@@ -159,8 +159,8 @@ SCRIPT = """
     from pathlib import Path
     import numpy as np
     from qrot.learn.loop import learn
-    from qrot.model.fuse import fold_norms
-    from qrot.model.load import load
+    from qrot.network import fold_norms
+    from qrot.model.io.load import load
     from qrot.rotation.random import RotationSites
     sys.path.insert(0, sys.argv[3])
     from test_learn import SHORT, W4A4

@@ -10,7 +10,7 @@ from qrot.errors import InputError
 from qrot.evaluate.likelihood import encode_pair, log_likelihoods
 from qrot.evaluate.zeroshot import ZeroShot, read_tasks, scores
 from qrot.model.forward import forward
-from qrot.model.load import load
+from qrot.model.io.load import load
 
 words = drawing(1)
 

@@ -17,8 +17,8 @@ from tokenizers import models as tokenizer_models
 
 from qrot.errors import InputError
 from qrot.model.config import RopeScaling
-from qrot.model.load import digest, load
-from qrot.model.tokenizer import encode
+from qrot.model.io.load import digest, load
+from qrot.model.io.tokenizer import encode
 
 MODULES = {
     "q": "self_attn.q_proj",
@@ -260,7 +260,7 @@ def test_dtypes_that_are_refused(tmp_path):
 _MEASURE = """
 import sys
 import jax, jax.numpy as jnp
-from qrot.model.load import load
+from qrot.model.io.load import load
 
 def status(key):
     with open("/proc/self/status") as file:

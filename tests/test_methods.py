@@ -12,21 +12,21 @@ from rich.console import Console
 from runs import CALIBRATION, CHEAP, quiet
 
 from qrot.errors import InputError
-from qrot.experiment import judge, weights
-from qrot.experiment import qat as row_module
-from qrot.experiment.combinations import refuse_combination, warn_of_combination
-from qrot.experiment.mixed import bits_maps
-from qrot.experiment.prepare import prepare
-from qrot.experiment.results import markdown
-from qrot.experiment.run import run
-from qrot.experiment.stages import Stages
+from qrot.run import judge, weights
+from qrot.run import qat as row_module
+from qrot.run.combinations import refuse_combination, warn_of_combination
+from qrot.run.mixed import bits_maps
+from qrot.run.prepare import prepare
+from qrot.run.results import markdown
+from qrot.run.run import run
+from qrot.progress import Stages
 from qrot.grid import Grid
-from qrot.learn.qat import Qat
+from qrot.quantize.qat import Qat
 from qrot.quantize.awq import Awq
 from qrot.quantize.mixed import Mixed
 from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
-from qrot.rotation.rotations import Learned, Rotations, Shifts
+from qrot.rotation.forms import Learned, Rotations, Shifts
 from qrot.rotation.store import load_rotations
 from qrot.scheme import Scheme, layer_scheme
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from qrot.errors import InputError
 from qrot.grid import Grid
-from qrot.learn.sensitivity import RUN, sensitivity
+from qrot.quantize.sensitivity import RUN, sensitivity
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms, fuse
+from qrot.sites import PROJECTIONS
 from qrot.quantize.mixed import (
     Mixed,
     allocate,

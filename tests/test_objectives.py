@@ -7,15 +7,15 @@ import pytest
 
 from qrot.grid import Grid, expected_error, fake_quantise
 from qrot.learn.batches import drawn
-from qrot.learn.capture import Captured, capture, capture_hidden, mean_shifts
+from qrot.calibrate.capture import Captured, capture, capture_hidden, mean_shifts
 from qrot.learn.end_to_end import kl, quantised_logits
 from qrot.learn.layer_wise import layer_reconstruction
 from qrot.learn.site_wise import UNIFORM, fisher, kurtosis, reconstruction, whip
 from qrot.model.forward import forward, forward_with_taps, project
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned, Rotations, Scales, as_matrix
+from qrot.rotation.forms import Learned, Rotations, Scales, as_matrix
 from qrot.scheme import Override, Scheme
 
 A4 = Grid(4, "asymmetric")

@@ -17,12 +17,12 @@ from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.pack import pack_int4, unpack_int4
 from qrot.model.decode import decode_step, empty_cache, generate
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.model.params import PackedLinear
 from qrot.quantize.gptq import gptq
 from qrot.quantize.pack import linear_bytes, pack
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 from qrot.scheme import Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -11,10 +11,10 @@ from models import without_weights
 from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.learn import qat as module
-from qrot.learn.qat import Qat, clip_ratios, generate_text, qat, student_loss
+from qrot.quantize.qat import Qat, clip_ratios, generate_text, qat, student_loss
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms, fuse
+from qrot.sites import PROJECTIONS
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
 from qrot.scheme import Override, Scheme

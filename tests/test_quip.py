@@ -16,18 +16,18 @@ from rich.console import Console
 from runs import CALIBRATION, quiet
 
 from qrot.errors import InputError
-from qrot.experiment.run import run
+from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.params import PROJECTIONS
+from qrot.network import fold_norms, fuse
+from qrot.sites import PROJECTIONS
 from qrot.quantize import gptq
 from qrot.quantize.lattice import e8p, round_vectors
 from qrot.quantize.ldlq import block_ldl, ldlq
 from qrot.quantize.quip import Quip, check, layer_turns, quip, quip_sharp, solve
 from qrot.quantize.rtn import round_weight, rtn
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Hadamard, as_matrix
+from qrot.rotation.forms import Hadamard, as_matrix
 from qrot.scheme import READERS, Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -18,12 +18,12 @@ from runs import quiet
 
 from qrot.cli import app
 from qrot.errors import InputError
-from qrot.experiment import run as module
-from qrot.experiment.config import read_config, to_yaml
-from qrot.experiment.report.page import STYLE
-from qrot.experiment.report.run import report, write_report
-from qrot.experiment.results import cells, read_results
-from qrot.experiment.run import run
+from qrot.run import run as module
+from qrot.run.config import read_config, to_yaml
+from qrot.report.page import STYLE
+from qrot.report.run import report, write_report
+from qrot.run.results import cells, read_results
+from qrot.run.run import run
 
 SPITE = "a<img src=x onerror=alert(1)>&\"'"
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
-from qrot.experiment.anatomy import anatomy, pooled
-from qrot.experiment.compare import Difference
-from qrot.experiment.inspect import inspect
-from qrot.experiment.report.bars import Bar, differences, perplexity
-from qrot.experiment.report.heatmap import _palette, _png
-from qrot.experiment.report.svg import NARROW, WIDE, apart, log_ticks, number, ticks
-from qrot.model.fuse import fold_norms
+from qrot.run.anatomy import anatomy, pooled
+from qrot.study.compare import Difference
+from qrot.run.inspect import inspect
+from qrot.report.bars import Bar, differences, perplexity
+from qrot.report.heatmap import _palette, _png
+from qrot.report.svg import NARROW, WIDE, apart, log_ticks, number, ticks
+from qrot.network import fold_norms
 from qrot.rotation.random import random_rotations
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.forms import Learned, Rotations
 
 
 def bars_of(text):

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from qrot.errors import InputError
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import (
+from qrot.rotation.forms import (
     Clips,
     Hadamard,
     Kronecker,

@@ -8,7 +8,7 @@ from models import without_weights
 
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
-from qrot.model.params import PROJECTIONS
+from qrot.sites import PROJECTIONS
 from qrot.quantize.rtn import best_clip, mean_best_clip, round_weight, rtn
 from qrot.scheme import Override, Scheme
 

@@ -14,12 +14,12 @@ from runs import CALIBRATION, CHEAP, METHODS, WORDS, quiet
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment import methods, results
-from qrot.experiment import run as module
-from qrot.experiment.config import read_config
-from qrot.experiment.data import Data, read_texts
-from qrot.experiment.results import cells, columns, markdown
-from qrot.experiment.run import run
+from qrot.run import methods, results
+from qrot.run import run as module
+from qrot.run.config import read_config
+from qrot.text import Data, read_texts
+from qrot.run.results import cells, columns, markdown
+from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
 from qrot.quantize.mixed import Mixed

@@ -11,9 +11,9 @@ from models import VARIANTS
 
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import (
+from qrot.rotation.forms import (
     Kronecker,
     Rotations,
     Scales,
@@ -22,7 +22,7 @@ from qrot.rotation.rotations import (
     rotate,
     unrotate,
 )
-from qrot.rotation.sites import layer_sites
+from qrot.rotation.basis import layer_sites
 from qrot.scheme import Scheme
 
 A4 = Grid(4, "asymmetric")

@@ -9,10 +9,10 @@ import pytest
 
 from qrot.errors import InputError
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.quantize.layer_by_layer import layer_by_layer
+from qrot.network import fold_norms, fuse
+from qrot.calibrate.moments import layer_by_layer
 from qrot.quantize.slicegpt import SliceGpt, cut, principal_directions
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS = np.random.default_rng(7).integers(0, 97, (4, 16), np.int32)

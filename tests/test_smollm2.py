@@ -14,9 +14,9 @@ from qrot.evaluate.perplexity import token_nll
 from qrot.grid import Grid
 from qrot.model.decode import generate
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
-from qrot.model.load import load
-from qrot.model.tokenizer import encode
+from qrot.network import fold_norms, fuse
+from qrot.model.io.load import load
+from qrot.model.io.tokenizer import encode
 from qrot.rotation.random import random_rotations
 from qrot.scheme import Scheme
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.model.forward import forward, forward_with_taps
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.quantize.smoothquant import (
     ALPHAS,
     SITES,
@@ -21,7 +21,7 @@ from qrot.quantize.smoothquant import (
     relative_errors,
     smoothquant,
 )
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 from qrot.scheme import READERS, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

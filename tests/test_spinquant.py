@@ -13,7 +13,7 @@ from qrot.export.fitted import read_fitted
 from qrot.export.spinquant import read_spinquant, spinquant_tensors
 from qrot.export.verify import apply_spinquant, logits_in_qrot
 from qrot.grid import Grid
-from qrot.model.load import load
+from qrot.model.io.load import load
 from qrot.rotation.random import random_rotations
 from qrot.scheme import Scheme
 

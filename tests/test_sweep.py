@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.experiment import launch as launching
-from qrot.experiment.config import RunConfig, to_yaml
-from qrot.experiment.estimate import measured_ratio, millions_of, run_seconds
-from qrot.experiment.launch import Started, launch
-from qrot.experiment.run import planned, run
-from qrot.experiment.stages import FORWARD, FUSE, millions
-from qrot.experiment.sweep import estimates, read_axis, read_sweep
-from qrot.model.fuse import fold_norms
-from qrot.model.load import load, local_config
+from qrot.run import launch as launching
+from qrot.run.config import RunConfig, to_yaml
+from qrot.run.estimate import measured_ratio, millions_of, run_seconds
+from qrot.study.launch import Started, launch
+from qrot.run.run import planned, run
+from qrot.progress import FORWARD, FUSE, millions
+from qrot.study.sweep import estimates, read_axis, read_sweep
+from qrot.network import fold_norms
+from qrot.model.io.load import load, local_config
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""qrot.torch computes in PyTorch what qrot computes in JAX."""
+"""qrot.export.runtime.qrot_torch computes in PyTorch what qrot computes in JAX."""
 
 from functools import partial
 
@@ -13,17 +13,17 @@ from qrot.export.verify import logits_in_torch
 from qrot.grid import Grid
 from qrot.grid import fake_quantise as in_jax
 from qrot.kernels.fwht import fwht
-from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix
+from qrot.hadamard.factors import hadamard_factors, hadamard_matrix
 from qrot.model.forward import forward
-from qrot.model.fuse import fold_norms, fuse
+from qrot.network import fold_norms, fuse
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.rotation.store import save_rotations
 from qrot.scheme import Override, Scheme, grids_by_layer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-import qrot.torch as qt  # noqa: E402
+import qrot.export.runtime.qrot_torch as qt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS = np.random.default_rng(7).integers(0, 97, (2, 24), np.int32)

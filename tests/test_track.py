@@ -10,10 +10,10 @@ from runs import quiet
 
 from qrot.cli import main
 from qrot.errors import InputError
-from qrot.experiment import track as module
-from qrot.experiment.config import to_yaml
-from qrot.experiment.run import run
-from qrot.experiment.track import check_trackers, tracking
+from qrot.run import track as module
+from qrot.run.config import to_yaml
+from qrot.run.run import run
+from qrot.run.track import check_trackers, tracking
 from qrot.learn.loop import load_history
 
 

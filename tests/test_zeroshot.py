@@ -19,14 +19,14 @@ from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.likelihood import Request, encode_pair, log_likelihoods, padded_length
 from qrot.evaluate.zeroshot import Task, ZeroShot, read_rows, read_tasks, scores
-from qrot.experiment import zeroshot as module
-from qrot.experiment.compare import grouped, read_runs
-from qrot.experiment.config import read_config, to_yaml
-from qrot.experiment.results import markdown
-from qrot.experiment.run import run
-from qrot.experiment.scores import score_cells
+from qrot.run import zeroshot as module
+from qrot.study.compare import grouped, read_runs
+from qrot.run.config import read_config, to_yaml
+from qrot.run.results import markdown
+from qrot.run.run import run
+from qrot.report.scores import score_cells
 from qrot.model.forward import forward
-from qrot.model.load import load
+from qrot.model.io.load import load
 
 DRAW = np.random.default_rng(0)
 

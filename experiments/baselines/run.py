@@ -14,9 +14,9 @@ import statistics
 import subprocess
 from pathlib import Path
 
-from qrot.experiment.results import spread
-from qrot.experiment.sweep import run_command
-from qrot.experiment.tables import markdown_table
+from qrot.run.results import spread
+from qrot.study.sweep import run_command
+from qrot.report.tables import markdown_table
 
 HERE = Path(__file__).parent
 GROUPS = ["scheme.weights.granularity=group", "scheme.weights.group=64"]

@@ -14,9 +14,9 @@ import statistics
 import subprocess
 from pathlib import Path
 
-from qrot.experiment.results import spread
-from qrot.experiment.sweep import run_command
-from qrot.experiment.tables import markdown_table
+from qrot.run.results import spread
+from qrot.study.sweep import run_command
+from qrot.report.tables import markdown_table
 
 HERE = Path(__file__).parent
 END_TO_END = ["learn.steps=20", "learn.batch=2", "learn.evaluate_every=5"]

@@ -28,8 +28,8 @@ def bench_learn(
     from rich.console import Console
 
     from qrot import bench
-    from qrot.experiment.stages import Stages
-    from qrot.model.load import load
+    from qrot.progress import Stages
+    from qrot.model.io.load import load
 
     console = Console()
     with (
@@ -58,8 +58,8 @@ def bench_gptq(
     from rich.console import Console
 
     from qrot import bench
-    from qrot.experiment.stages import Stages, forward_seconds
-    from qrot.model.load import load
+    from qrot.progress import Stages, forward_seconds
+    from qrot.model.io.load import load
 
     console, loaded = Console(), load(model)
     layers, seconds = loaded.config.num_hidden_layers, forward_seconds(loaded, windows * length)
@@ -82,7 +82,7 @@ def bench_kernels(
     from rich.console import Console
 
     from qrot import bench
-    from qrot.experiment.stages import Stages
+    from qrot.progress import Stages
 
     if min(size, rows, rounds) < 1 or size % 2:
         raise InputError("size must be even, and size, rows and rounds positive")

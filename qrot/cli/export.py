@@ -48,7 +48,7 @@ def export(
     """
     from rich.console import Console
 
-    from qrot.experiment.stages import Stages
+    from qrot.progress import Stages
     from qrot.export.export import Options
     from qrot.export.export import export as write
     from qrot.export.fitted import read_fitted
@@ -81,8 +81,8 @@ def import_(
     R.bin says neither the model nor the weights that it was learned for: you have to.
     """
     from qrot.export.spinquant import read_spinquant
-    from qrot.model.load import open_model
-    from qrot.rotation.rotations import Learned
+    from qrot.model.io.load import open_model
+    from qrot.rotation.forms import Learned
     from qrot.rotation.store import save_rotations
 
     if out.exists():

@@ -39,9 +39,9 @@ def generate(
     from rich.console import Console
 
     from qrot import generate as module
-    from qrot.experiment.stages import Stages
+    from qrot.progress import Stages
     from qrot.export.fitted import WEIGHTS
-    from qrot.model.tokenizer import encode
+    from qrot.model.io.tokenizer import encode
 
     if weights not in (None, *WEIGHTS):
         raise InputError(f"--weights: {weights!r} is not one of {', '.join(WEIGHTS)}")

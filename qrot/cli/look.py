@@ -45,8 +45,8 @@ def print_comparison(
     """What `qrot compare` prints, and its report if one is asked for."""
     from rich.console import Console
 
-    from qrot.experiment import compare as module
-    from qrot.experiment.results import title
+    from qrot.run import compare as module
+    from qrot.run.results import title
 
     formats = {"terminal": module.terminal, "markdown": module.markdown, "csv": module.as_csv}
     if kind not in formats:
@@ -63,7 +63,7 @@ def print_comparison(
     else:
         print(table, end="")
     if report is not None:
-        from qrot.experiment.report.comparison import write_comparison
+        from qrot.report.comparison import write_comparison
 
         try:
             write_comparison(report, found, groups, base)
@@ -91,11 +91,11 @@ def inspect(
 
     from rich.console import Console
 
-    from qrot.experiment.inspect import STEPS, tables
-    from qrot.experiment.inspect import inspect as measure
-    from qrot.experiment.prepare import inspected
-    from qrot.experiment.results import write_text
-    from qrot.experiment.stages import Stages
+    from qrot.run.inspect import STEPS, tables
+    from qrot.run.inspect import inspect as measure
+    from qrot.run.prepare import inspected
+    from qrot.run.results import write_text
+    from qrot.progress import Stages
     from qrot.grid import Grid
     from qrot.scheme import Scheme
 

@@ -55,11 +55,11 @@ def run(
 
     from rich.console import Console
 
-    from qrot.experiment.config import PRESETS, applied, find_config, read_config
-    from qrot.experiment.mixed import bits_maps
-    from qrot.experiment.results import notes, table, title
-    from qrot.experiment.run import run as run_config
-    from qrot.experiment.scores import score_table, score_title
+    from qrot.run.config import PRESETS, applied, find_config, read_config
+    from qrot.run.mixed import bits_maps
+    from qrot.run.results import notes, table, title
+    from qrot.run.run import run as run_config
+    from qrot.report.scores import score_table, score_title
 
     # Orbax logs the traceback of what it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -99,8 +99,8 @@ def _sweep(
 ) -> None:
     from rich.console import Console
 
-    from qrot.experiment.launch import run_sweep
-    from qrot.experiment.sweep import estimates, plan, read_sweep
+    from qrot.study.launch import run_sweep
+    from qrot.study.sweep import estimates, plan, read_sweep
 
     console = Console()
     combinations = read_sweep(file, overrides, sweeps)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qrot.errors import InputError
-from qrot.model.tokenizer import encode
+from qrot.model.io.tokenizer import encode
 
 SHORTEST = 32  # no row is padded to less
 TOKENS = 1024  # in a batch: many short rows or few long ones, all about equally much work

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from qrot.errors import InputError
 from qrot.evaluate.likelihood import Request, encode_pair, log_likelihoods
 from qrot.model.params import Model
-from qrot.model.tokenizer import encode
+from qrot.model.io.tokenizer import encode
 
 try:
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]

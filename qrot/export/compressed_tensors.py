@@ -19,11 +19,12 @@ from qrot.errors import InputError
 from qrot.export.fitted import as_numpy
 from qrot.export.huggingface import layer_tensors
 from qrot.grid import Grid
-from qrot.kernels.hadamard import hadamard_dense
-from qrot.model.assemble import MODULES
-from qrot.model.params import PROJECTIONS, Layers, Linear
+from qrot.hadamard.factors import hadamard_dense
+from qrot.model.io.assemble import MODULES
+from qrot.model.params import Layers, Linear
+from qrot.sites import PROJECTIONS
 from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.rotations import Hadamard, Rotations
+from qrot.rotation.forms import Hadamard, Rotations
 from qrot.scheme import Scheme, layer_scheme
 
 PRESETS = {"W4A16": (4, 16), "W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4)}

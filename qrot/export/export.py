@@ -15,7 +15,7 @@ import numpy as np
 
 import qrot
 from qrot.errors import InputError
-from qrot.experiment.stages import Stages
+from qrot.progress import Stages
 from qrot.export import compressed_tensors, pytorch, spinquant, verify
 from qrot.export.fitted import (
     WEIGHTS,
@@ -26,10 +26,10 @@ from qrot.export.fitted import (
     one_layer,
     uses_gptq,
 )
-from qrot.export.folder import SHARD, whole_folder
+from qrot.files import SHARD, whole_folder
 from qrot.export.huggingface import stored_dtype, write_huggingface
 from qrot.model.params import Layers, Params
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.forms import Learned, Rotations
 from qrot.scheme import Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -12,15 +12,15 @@ import numpy as np
 
 from qrot.errors import InputError, located
 from qrot.evaluate.perplexity import spread_windows
-from qrot.experiment.config import RunConfig, read_config, read_scheme
-from qrot.experiment.data import read_texts
-from qrot.experiment.stages import Stages
-from qrot.model.fuse import fold_ends, fold_layers, fold_norms, fuse, fuse_layers, fuse_table
-from qrot.model.load import Opened, open_model
+from qrot.run.config import RunConfig, read_config, read_scheme
+from qrot.text import read_texts
+from qrot.progress import Stages
+from qrot.network import fold_ends, fold_layers, fold_norms, fuse, fuse_layers, fuse_table
+from qrot.model.io.load import Opened, open_model
 from qrot.model.params import Layers, Params
-from qrot.model.tokenizer import encode
+from qrot.model.io.tokenizer import encode
 from qrot.quantize.gptq import gptq
-from qrot.rotation.rotations import Learned, Rotations, Scales, Shifts, by_layer
+from qrot.rotation.forms import Learned, Rotations, Scales, Shifts, by_layer
 from qrot.rotation.store import check_digest, load_rotations
 from qrot.scheme import Scheme
 

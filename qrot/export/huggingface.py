@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qrot.export.fitted import Fitted, as_numpy, fused_embed, fused_head, fused_layers
-from qrot.export.folder import SHARD, write_tensors
-from qrot.model.assemble import EMBED, HEAD, MODULES, NORM
+from qrot.files import SHARD, write_tensors
+from qrot.model.io.assemble import EMBED, HEAD, MODULES, NORM
 from qrot.model.config import ModelConfig
-from qrot.model.huggingface import ARCHITECTURES
-from qrot.model.load import Opened
+from qrot.model.io.huggingface import ARCHITECTURES
+from qrot.model.io.load import Opened
 from qrot.model.params import Layers, Linear
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 
 # What comes along from the model's own folder.
 _BESIDE = (

@@ -9,10 +9,10 @@ from typing import Any
 import qrot
 from qrot.export.fitted import FILE, Fitted
 from qrot.export.huggingface import layer_tensors
-from qrot.model.fuse import fuse_shifts, left_online
+from qrot.network import fuse_shifts, left_online
 from qrot.model.params import Layers
 from qrot.quantize.rtn import rtn_layers
-from qrot.rotation.rotations import Learned, Rotations
+from qrot.rotation.forms import Learned, Rotations
 from qrot.rotation.store import save_rotations
 from qrot.scheme import Scheme, grids_by_layer, layer_scheme
 

@@ -11,7 +11,7 @@ from jaxtyping import Float32
 
 from qrot.errors import InputError
 from qrot.model.config import ModelConfig
-from qrot.rotation.rotations import Hadamard, Rotations, rotate
+from qrot.rotation.forms import Hadamard, Rotations, rotate
 
 FILE = "R.bin"
 _R2 = "model.layers.{}.self_attn.R2"

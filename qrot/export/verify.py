@@ -17,17 +17,17 @@ from jaxtyping import Float, Int
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows, token_nll
-from qrot.experiment.data import Data, read_texts
-from qrot.experiment.judge import judged_logits
+from qrot.text import Data, read_texts
+from qrot.run.judge import judged_logits
 from qrot.export.compressed_tensors import fold_signs, online_of
 from qrot.export.fitted import Fitted, fuse_whole
 from qrot.model.config import ModelConfig
 from qrot.model.forward import rope_table
-from qrot.model.load import Opened
+from qrot.model.io.load import Opened
 from qrot.model.params import Params
-from qrot.model.tokenizer import encode
+from qrot.model.io.tokenizer import encode
 from qrot.quantize.rtn import rtn
-from qrot.rotation.rotations import Learned, Rotations, Shifts
+from qrot.rotation.forms import Learned, Rotations, Shifts
 from qrot.scheme import Scheme
 
 WINDOWS = Windows(length=512, count=16)

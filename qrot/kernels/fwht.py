@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from qrot.kernels.dispatch import choose, interpreting
-from qrot.kernels.hadamard import hadamard_factors, hadamard_matrix, hadamard_order
+from qrot.hadamard.factors import hadamard_factors, hadamard_matrix, hadamard_order
 
 # Entries that are transformed at once on a CPU. Measured on 4096 x 4096 in float32: whole 4.5 times
 # a copy, in parts of 2^16, 2^18 and 2^20 entries 4.0, 2.6 and 2.8 times.

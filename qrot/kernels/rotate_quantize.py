@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from qrot.grid import Grid, Quantised, quantise
 from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.fwht import fwht
-from qrot.kernels.hadamard import hadamard_factors, hadamard_order
+from qrot.hadamard.factors import hadamard_factors, hadamard_order
 
 
 def rotate_quantize(

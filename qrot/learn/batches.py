@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from qrot.learn.capture import Captured, capture, capture_hidden
+from qrot.calibrate.capture import Captured, capture, capture_hidden
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import Learn
 from qrot.model.params import Model

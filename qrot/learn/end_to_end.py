@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 from qrot.evaluate.perplexity import token_nll
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward
-from qrot.model.fuse import rotate_shifts
+from qrot.network import rotate_shifts
 from qrot.model.params import Params
 from qrot.quantize.rtn import rotate_and_round
-from qrot.rotation.rotations import Learned
+from qrot.rotation.forms import Learned
 from qrot.scheme import Scheme
 
 

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from qrot.model.config import ModelConfig
 from qrot.model.forward import PerLayer, decoder_layer, tables
-from qrot.model.fuse import rotate_shifts
+from qrot.network import rotate_shifts
 from qrot.model.params import Params
 from qrot.quantize.rtn import rotate_and_round
-from qrot.rotation.rotations import Clips, Learned, Scales, Shifts, by_layer, rotate
+from qrot.rotation.forms import Clips, Learned, Scales, Shifts, by_layer, rotate
 from qrot.scheme import Scheme, segments
 
 

@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows, cut_windows
 from qrot.learn.batches import TAPS, make_batches
-from qrot.learn.capture import Captured, capture, mean_shifts
+from qrot.calibrate.capture import Captured, capture, mean_shifts
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import Learn, rate_at
 from qrot.learn.start import (
@@ -38,7 +38,7 @@ from qrot.learn.start import (
 from qrot.learn.stiefel import OPTIMISERS
 from qrot.model.params import Model
 from qrot.rotation.random import RotationSites
-from qrot.rotation.rotations import Kronecker, Learned, Shifts, is_signed
+from qrot.rotation.forms import Kronecker, Learned, Shifts, is_signed
 from qrot.scheme import Scheme
 
 CLIP_RATE = 0.1  # of the clip ratios, at the first step

@@ -29,7 +29,7 @@ class Learn:
     draws: random rotations to draw, of which the one of least held-out loss is where it starts.
     weight_bits: bits of the weights in training: fewer bits for rotations that are used with
       rounded weights, 16 for weights that another method (GPTQ) will round. None: as the scheme.
-    shifts: whether to quantise around each site's mean (`qrot.rotation.rotations.Shifts`).
+    shifts: whether to quantise around each site's mean (`qrot.rotation.forms.Shifts`).
     scales: whether factors a channel are learned beside the rotations (`Scales`).
     clips: whether the clip ratios are learned beside the rotations.
     value_heads: whether each kv head has a value rotation of its own, not each layer (DartQuant).

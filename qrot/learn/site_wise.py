@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qrot.grid import Grid, expected_error, fake_quantise
-from qrot.learn.capture import Captured
+from qrot.calibrate.capture import Captured
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Params
 from qrot.quantize.rtn import rotate_and_round
-from qrot.rotation.rotations import Clips, Learned, Rotations, Scales, Shifts, by_layer
-from qrot.rotation.sites import Site, layer_sites
+from qrot.rotation.forms import Clips, Learned, Rotations, Scales, Shifts, by_layer
+from qrot.rotation.basis import Site, layer_sites
 from qrot.scheme import READERS, LayerScheme, Scheme, segments
 
 UNIFORM = 1.8  # kurtosis of the uniform distribution

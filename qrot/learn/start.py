@@ -19,15 +19,15 @@ import numpy as np
 from jaxtyping import Float
 
 from qrot.errors import InputError
-from qrot.kernels.hadamard import hadamard_dense
-from qrot.learn.capture import Captured
+from qrot.hadamard.factors import hadamard_dense
+from qrot.calibrate.capture import Captured
 from qrot.learn.settings import Learn
 from qrot.model.config import ModelConfig
-from qrot.model.fuse import fuse
+from qrot.network import fuse
 from qrot.model.params import Model
 from qrot.quantize.rtn import mean_best_clip
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.rotations import (
+from qrot.rotation.forms import (
     Clips,
     Hadamard,
     Kronecker,

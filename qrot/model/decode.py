@@ -15,23 +15,29 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
+from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.kernels.kv4 import PackedHeads, append, attend, empty_heads, fits
-from qrot.model.config import ModelConfig
-from qrot.model.forward import PerLayer, decoder_layer, project, tables
-from qrot.model.params import Params
-from qrot.rotation.rotations import Clips, Rotations, Scales, Shifts, by_layer, rotate
-from qrot.scheme import Scheme, layer_schemes, segments
+from qrot.model.forward import embedded, layer_context, project, runs_of_layers
+from qrot.model.layer import decoder_layer, rope_table
+from qrot.model.params import Network
+from qrot.rotation.transform import split_layers, with_shared
+from qrot.scheme import layer_schemes
 
 
-@struct.dataclass
-class Cache:
-    """Keys and values of the tokens so far; places from `position` on are empty."""
+class Cache(struct.PyTreeNode):
+    """Keys and values of the tokens so far; places from `position` on are empty.
+
+    Attributes:
+        keys, values: as attention reads them.
+        position: tokens so far, the same for the whole batch.
+        dtype: of the computation.
+    """
 
     keys: PackedHeads | Float[Array, "layers batch length kv_heads head_dim"]
     values: PackedHeads | Float[Array, "layers batch length kv_heads head_dim"]
-    position: Int[Array, ""]  # tokens so far, the same for the whole batch
-    dtype: Any = struct.field(pytree_node=False)  # of the computation
+    position: Int[Array, ""]
+    dtype: Any = struct.field(pytree_node=False)
 
     @property
     def length(self) -> int:
@@ -41,93 +47,93 @@ class Cache:
 
 
 def empty_cache(
-    config: ModelConfig,
-    batch: int,
-    length: int,
-    dtype: Any = jnp.float32,
-    *,
-    packed: Scheme | None = None,
+    network: Network, batch: int, length: int, dtype: Any = None, *, packed: bool = False
 ) -> Cache:
-    """A cache with room for `length` tokens; dtype: of the computation.
+    """A cache with room for `length` tokens.
 
-    packed: the scheme whose keys and values it is to hold as integers. Those with overrides by
-    layer, with more than 8 bits or with one scale for all tokens are held as values, on their grid.
-    Raises InputError where a group does not divide head_dim.
+    Args:
+        network: whose keys and values it is to hold.
+        batch: texts.
+        length: tokens of each.
+        dtype: of the computation; the parameters' own if None.
+        packed: whether keys and values are held as integers. Those with overrides by layer, with
+            more than 8 bits or with one scale for all tokens are held as values, on their grid.
+
+    Raises:
+        InputError: where a group does not divide head_dim, or token by token is not the same as all
+            at once (a `threshold`, which looks for outliers in all tokens that are there).
     """
+    config, dtype = network.config, dtype or network.params.embed.dtype
     layers = config.num_hidden_layers
+    schemes = layer_schemes(network.scheme, layers)
+    if any(grid.threshold for scheme in schemes for grid in scheme.sites.values()):
+        raise InputError(
+            "activations.threshold looks for outliers in all tokens at once: a network with it "
+            "does not write token by token"
+        )
     shape = (layers, batch, length, config.num_key_value_heads, config.head_dim)
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    def empty(role: str):
-        if packed is not None:
-            grids: set[Grid] = {getattr(grids, role) for grids in layer_schemes(packed, layers)}
-            if len(grids) == 1 and fits(grid := grids.pop()):
-                return empty_heads(shape, grid, wide)
+    def empty(site: str) -> Any:
+        grids: set[Grid] = {scheme.sites[site] for scheme in schemes}
+        if packed and len(grids) == 1 and fits(grid := grids.pop()):
+            return empty_heads(shape, grid, wide)
         return jnp.zeros(shape, dtype)
 
     return Cache(empty("keys"), empty("values"), jnp.zeros((), jnp.int32), jnp.dtype(dtype))
 
 
 def decode_step(
-    params: Params,
-    tokens: Int[Array, "batch new"],
-    cache: Cache,
-    config: ModelConfig,
-    *,
-    rotations: Rotations | None = None,
-    scheme: Scheme | None = None,
-    shifts: Shifts | None = None,
-    clips: Clips | None = None,
-    scales: Scales | None = None,
+    network: Network, tokens: Int[Array, "batch new"], cache: Cache
 ) -> tuple[Float[Array, "batch new vocab"], Cache]:
     """Logits of some more tokens, one or many, and the cache with them in it.
 
-    Arguments and result are as those of `forward`, in the cache's dtype; step by step it comes to
-    the same, except where all tokens share a scale (granularity `tensor`). More tokens than the
-    cache has room for overwrite its last places: make it long enough.
+    Step by step it comes to the same as `forward`, except where all tokens share a scale
+    (granularity `tensor`). More tokens than the cache has room for overwrite its last places: make
+    it long enough.
+
+    Args:
+        network: as for `forward`.
+        tokens: that come next.
+        cache: of those before, whose dtype is that of the computation.
     """
-    hidden, cache = _decode(params, tokens, cache, config, rotations, scheme, shifts, clips, scales)
-    return project(hidden, params, config, rotations), cache
+    hidden, cache = _decode(network, tokens, cache)
+    return project(network, hidden), cache
 
 
-def _decode(params, tokens, cache: Cache, config, rotations, scheme, shifts, clips, scales):
+def _decode(network: Network, tokens, cache: Cache) -> tuple[Array, Cache]:
     """The last layer's output at the new tokens, and the cache with them in it."""
-    rotations, scheme = rotations or Rotations(), scheme or Scheme()
     dtype, first = cache.dtype, cache.position
-    whole, windows = tables(config, cache.length, dtype)
-    roles = {"keys": cache.keys, "values": cache.values}
-    kept = tuple(role for role, held in roles.items() if isinstance(held, PackedHeads))
+    _, shared = split_layers(network.online)
+    packed = tuple(
+        site
+        for site, heads in (("keys", cache.keys), ("values", cache.values))
+        if isinstance(heads, PackedHeads)
+    )
     rope = jax.tree.map(
-        lambda table: jax.lax.dynamic_slice_in_dim(table, first, tokens.shape[1]), whole
+        lambda table: jax.lax.dynamic_slice_in_dim(table, first, tokens.shape[1]),
+        rope_table(network.config, cache.length, jnp.promote_types(dtype, jnp.float32)),
     )
-    own = PerLayer(
-        by_layer(rotations), shifts or Shifts(), clips or Clips(), scales or Scales(), windows
-    )
-    inputs = (jnp.arange(config.num_hidden_layers, dtype=first.dtype), params.layers, own)
-    hidden = jnp.take(params.embed, tokens, axis=0).astype(dtype)
-    if rotations.fused:
-        hidden = rotate(hidden, rotations.residual)
-    state = (hidden, cache.keys, cache.values)
-    for start, stop, grids in segments(scheme, config.num_hidden_layers):
+    index = jnp.arange(network.config.num_hidden_layers, dtype=first.dtype)
+    state = (embedded(network, tokens, dtype), cache.keys, cache.values)
+    for grids, inputs in runs_of_layers(network, index):
 
         def step(state, inputs, grids=grids):
             hidden, keys, values = state
-            i, layer, own = inputs
+            layer, own, window, i = inputs
 
             def through_cache(q, k, v, window):
                 nonlocal keys, values  # written in place: they are carried through the scan
                 keys, values = _written(keys, k, i, first), _written(values, v, i, first)
                 return attend(q, keys, values, window, first=first, layer=i)
 
-            turns = rotations.replace(**own.turns)
-            options = {"attend": through_cache, "kept": kept}
-            hidden, _ = decoder_layer(
-                hidden, layer, own, turns, grids, scheme, config, rope, **options
-            )
+            online = with_shared(own, shared)
+            context = layer_context(network, online, window, rope, grids)
+            context = context.replace(packed_cache=packed)
+            hidden = decoder_layer(hidden, layer, context, attend=through_cache)
             return (hidden, keys, values), None
 
-        part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], inputs)
-        state, _ = jax.lax.scan(step, state, part)
+        state, _ = jax.lax.scan(step, state, inputs)
     hidden, keys, values = state
     return hidden, Cache(keys, values, first + tokens.shape[1], dtype)
 
@@ -150,71 +156,66 @@ def next_token(
 ) -> Int[Array, " batch"]:
     """A token drawn by its logits over the temperature; the likeliest where that is 0.
 
-    top_k: draw among so many of the likeliest; None among all.
+    Args:
+        logits: of the tokens that may come next.
+        temperature: of each text.
+        key: of what is drawn.
+        top_k: draw among so many of the likeliest; None among all.
     """
     logits = logits.astype(jnp.float32)
     likeliest = logits.argmax(-1)
 
     def draw():
-        kept = logits
+        allowed = logits
         if top_k is not None:
             least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-            kept = jnp.where(logits < least, -jnp.inf, logits)
-        heat = jnp.where(temperature > 0, temperature, 1)[:, None]
-        return jnp.where(temperature > 0, jax.random.categorical(key, kept / heat), likeliest)
+            allowed = jnp.where(logits < least, -jnp.inf, logits)
+        divisor = jnp.where(temperature > 0, temperature, 1)[:, None]
+        return jnp.where(temperature > 0, jax.random.categorical(key, allowed / divisor), likeliest)
 
     return jax.lax.cond((temperature > 0).any(), draw, lambda: likeliest)
 
 
-@partial(jax.jit, static_argnames=("config", "steps", "top_k", "scheme", "dtype", "packed"))
+@partial(jax.jit, static_argnames=("steps", "top_k", "dtype", "packed"))
 def generate(
-    params: Params,
+    network: Network,
     prompt: Int[Array, "batch length"],
     key: Key[Array, ""],
-    config: ModelConfig,
     *,
     steps: int,
     temperature: float | Float[Array, "..."] = 1.0,
     top_k: int | None = None,
-    rotations: Rotations | None = None,
-    scheme: Scheme | None = None,
-    shifts: Shifts | None = None,
-    clips: Clips | None = None,
-    scales: Scales | None = None,
     dtype: Any = None,
     packed: bool = False,
 ) -> Int[Array, "batch steps"]:
     """The `steps` tokens that the network writes after a prompt; past any end-of-text, too.
 
-    temperature: what logits are divided by before one is drawn; 0 takes the likeliest token. One
-      number, or an array that broadcasts against [batch, steps].
-    top_k: draw among so many of the likeliest; None among all.
-    dtype: of the computation and the cache; the parameters' own if None. packed: whether keys and
-    values are kept as integers. The rest as in `forward`.
+    Args:
+        network: as for `forward`.
+        prompt: texts of equal length.
+        key: of what is drawn.
+        steps: tokens to write.
+        temperature: what logits are divided by before one is drawn; 0 takes the likeliest token.
+            One number, or an array that broadcasts against [batch, steps].
+        top_k: draw among so many of the likeliest; None among all.
+        dtype: of the computation and the cache; the parameters' own if None.
+        packed: whether keys and values are kept as integers.
     """
     batch, length = prompt.shape
-    beside = (config, rotations, scheme, shifts, clips, scales)
-    heat = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch, steps))
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch, steps))
 
-    def choose(hidden, heat, key):
-        logits = project(hidden[:, -1:], params, config, rotations)[:, 0]
-        return next_token(logits, heat, key, top_k=top_k)
+    def choose(hidden, temperature, key):
+        return next_token(project(network, hidden[:, -1:])[:, 0], temperature, key, top_k=top_k)
 
     def step(state, inputs):
         token, cache = state
-        hidden, cache = _decode(params, token[:, None], cache, *beside)
+        hidden, cache = _decode(network, token[:, None], cache)
         token = choose(hidden, *inputs)
         return (token, cache), token
 
-    cache = empty_cache(
-        config,
-        batch,
-        length + steps,
-        dtype or params.embed.dtype,
-        packed=scheme if packed else None,
-    )
-    hidden, cache = _decode(params, prompt, cache, *beside)
+    cache = empty_cache(network, batch, length + steps, dtype, packed=packed)
+    hidden, cache = _decode(network, prompt, cache)
     keys = jax.random.split(key, steps)
-    token = choose(hidden, heat[:, 0], keys[0])
-    _, more = jax.lax.scan(step, (token, cache), (heat.T[1:], keys[1:]))
+    token = choose(hidden, temperature[:, 0], keys[0])
+    _, more = jax.lax.scan(step, (token, cache), (temperature.T[1:], keys[1:]))
     return jnp.concatenate([token[:, None], more.T], axis=1)

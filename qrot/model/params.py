@@ -1,7 +1,7 @@
-"""The parameters of a decoder: frozen pytrees, layers stacked on a leading axis.
+"""The parameters of a decoder, and the network that they make: frozen pytrees.
 
-Weights are stored `[in, out]`: y = x W + b with row vectors x. A forward pass scans over the
-leading axis of `Layers`, so every leaf in it has `layers` as its first dimension.
+Weights are stored `[in, out]`: y = x W + b with row vectors x. Layers are stacked: a forward pass
+scans over the leading axis of `Layers`, so every leaf in it has `layers` as its first dimension.
 """
 
 from __future__ import annotations
@@ -9,81 +9,131 @@ from __future__ import annotations
 from typing import Any
 
 from flax import struct
+from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.model.config import ModelConfig
+from qrot.rotation.transform import Online, Transform
+from qrot.scheme import Scheme
 
 
-@struct.dataclass
-class Linear:
-    """y = x weight + bias, with weight [..., in, out] and bias [..., out] or None."""
+class Linear(struct.PyTreeNode):
+    """y = x weight + bias.
 
-    weight: Any
-    bias: Any = None
-
-
-@struct.dataclass
-class PackedLinear:
-    """y = x W + b with W = codes * scale; every leaf may have a leading `layers` axis.
-
-    codes: [groups, rows, out] int8, rows the inputs of a group, or half as many, two 4-bit codes a
-      byte (`pack_int4`), as `bits` says. scale: [groups, out].
-    sums: [groups, out], of a group's codes, for activations with a zero point that is not taken off
-      before the product (8 bits); or None.
-    shifted: [out], what the constant shift of the activations comes to: mu W; or None.
+    Attributes:
+        weight: W, of any floating dtype.
+        bias: b; None for none.
+        scale: where the weight is rounded to a symmetric grid, the step of the grid for each group
+            of inputs and output: weight ~ integer * scale (1 group where the grid has none). None
+            where it is not rounded, or its values are on no such grid.
     """
 
-    codes: Any
-    scale: Any
-    sums: Any = None
-    shifted: Any = None
-    bias: Any = None
+    weight: Float[Array, "*layers in out"]
+    bias: Float[Array, "*layers out"] | None = None
+    scale: Float[Array, "*layers groups out"] | None = None
+
+
+class PackedLinear(struct.PyTreeNode):
+    """y = x W + b with W ~ codes * scale, a group of inputs at a time.
+
+    Attributes:
+        codes: integers of the groups, rows the inputs of a group, or half as many, two 4-bit codes
+            a byte (`pack_int4`), as `bits` says.
+        scale: the step of each group and output.
+        sums: of a group's codes, for activations with a zero point that is not taken off before the
+            product (8 bits); or None.
+        shifted: what the constant shift of the activations comes to, mu W; or None.
+        bias: b; None for none.
+        bits: of a code.
+    """
+
+    codes: Int8[Array, "*layers groups rows out"]
+    scale: Float[Array, "*layers groups out"]
+    sums: Int32[Array, "*layers groups out"] | None = None
+    shifted: Float[Array, "*layers out"] | None = None
+    bias: Float[Array, "*layers out"] | None = None
     bits: int = struct.field(pytree_node=False, default=4)
 
 
-@struct.dataclass
-class Layers:
-    """All decoder layers, stacked: every leaf has a leading `layers` axis.
+AnyLinear = Linear | PackedLinear
 
-    q to down are each a `Linear`, with weights of the shape given, or a `PackedLinear`.
+
+class Layers(struct.PyTreeNode):
+    """All decoder layers stacked, or one of them without the `layers` axis.
+
+    Attributes:
+        attention_norm: the scale of the norm before q, k, v.
+        q, k, v, o, gate, up, down: the projections. Inputs and outputs are q: hidden, heads *
+            head_dim; k, v: hidden, kv_heads * head_dim; o: heads * head_dim, hidden; gate, up:
+            hidden, intermediate; down: intermediate, hidden.
+        mlp_norm: the scale of the norm before gate, up.
+        q_norm, k_norm: only where the architecture norms q and k head by head.
     """
 
-    attention_norm: Any  # [layers, hidden], the scale of the norm before q, k, v
-    q: Any  # [layers, hidden, heads * head_dim]
-    k: Any  # [layers, hidden, kv_heads * head_dim]
-    v: Any  # [layers, hidden, kv_heads * head_dim]
-    o: Any  # [layers, heads * head_dim, hidden]
-    mlp_norm: Any  # [layers, hidden], the scale of the norm before gate, up
-    gate: Any  # [layers, hidden, intermediate]
-    up: Any  # [layers, hidden, intermediate]
-    down: Any  # [layers, intermediate, hidden]
-    q_norm: Any = None  # [layers, head_dim], only where the architecture norms q and k per head
-    k_norm: Any = None  # [layers, head_dim]
+    attention_norm: Float[Array, "*layers hidden"]
+    q: AnyLinear
+    k: AnyLinear
+    v: AnyLinear
+    o: AnyLinear
+    mlp_norm: Float[Array, "*layers hidden"]
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
+    q_norm: Float[Array, "*layers head_dim"] | None = None
+    k_norm: Float[Array, "*layers head_dim"] | None = None
+
+    def linear(self, name: str) -> Any:
+        """The projection of this name, one of `PROJECTIONS`."""
+        return getattr(self, name)
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """A whole model.
 
-    `head is None` means that the output projection is the transposed embedding (tied); see
-    `qrot.model.fuse.untie`.
+    Attributes:
+        embed: the table of embeddings.
+        layers: the decoder layers.
+        norm: the scale of the last norm.
+        head: the output projection; None where it is the transposed embedding (tied).
     """
 
-    embed: Any  # [vocab, hidden]
+    embed: Float[Array, "vocab hidden"]
     layers: Layers
-    norm: Any  # [hidden], the scale of the last norm
-    head: Any = None  # [hidden, vocab]
+    norm: Float[Array, " hidden"]
+    head: Float[Array, "hidden vocab"] | None = None
 
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+class Network(struct.PyTreeNode):
+    """All that computes logits: what is judged, exported and written with.
 
-
-@struct.dataclass
-class Model:
-    """What `load` returns: parameters with everything needed to use and to name them."""
+    Attributes:
+        params: the parameters.
+        online: what acts beside them. `Online` is what `fuse` has left. A `Transform` acts as a
+            whole: each site computes Q(x A) A^-1 in place of x, which is what the fused network
+            computes as long as its weights are not quantised, without touching a weight.
+        config: sizes and switches.
+        scheme: the grids of weights and sites. Weights are used as they are: those that a scheme
+            rounds have been rounded (`qrot.quantize`), or will be.
+    """
 
     params: Params
+    online: Transform | Online
     config: ModelConfig = struct.field(pytree_node=False)
-    tokenizer: Any = struct.field(pytree_node=False)  # tokenizers.Tokenizer or None
-    name: str = struct.field(pytree_node=False)  # as the user gave it
-    digest: str = struct.field(pytree_node=False)  # sha256 of config and weights, 16 hex digits
-    note: str = struct.field(pytree_node=False, default="")  # e.g. "dequantised from Q4_1"
+    scheme: Scheme = struct.field(pytree_node=False, default=Scheme())
+
+
+class Model(struct.PyTreeNode):
+    """What `load` returns: a network with what names it and reads text for it.
+
+    Attributes:
+        network: in full precision, with nothing online.
+        tokenizer: of the package `tokenizers`, or None.
+        name: as the user gave it.
+        digest: sha256 of configuration and weights, 16 hex digits.
+        note: for tables, such as "dequantised from Q4_1".
+    """
+
+    network: Network
+    tokenizer: Any = struct.field(pytree_node=False)
+    name: str = struct.field(pytree_node=False)
+    digest: str = struct.field(pytree_node=False)
+    note: str = struct.field(pytree_node=False, default="")

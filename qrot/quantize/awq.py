@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
 from qrot.model.config import ModelConfig
-from qrot.model.fuse import fuse_layers
+from qrot.network import fuse_layers
 from qrot.model.params import Layers, Params
-from qrot.quantize.layer_by_layer import (
+from qrot.calibrate.moments import (
     EXACT,
     Seen,
     layer_by_layer,
@@ -27,7 +27,7 @@ from qrot.quantize.layer_by_layer import (
     weight_grids,
 )
 from qrot.quantize.rtn import best_clip, round_weight
-from qrot.rotation.rotations import Rotations, Scales, over_heads
+from qrot.rotation.forms import Rotations, Scales, over_heads
 from qrot.scheme import READERS, Scheme
 
 LEAST = 1e-4  # of mean|x|^alpha, as in the released code

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from qrot.model.config import ModelConfig
 from qrot.model.params import Params
-from qrot.rotation.rotations import Scales
+from qrot.rotation.forms import Scales
 
 
 @partial(jax.jit, static_argnames="config")

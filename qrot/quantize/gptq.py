@@ -20,7 +20,7 @@ from qrot.errors import InputError
 from qrot.grid import Grid, nearest
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Params
-from qrot.quantize.layer_by_layer import (
+from qrot.calibrate.moments import (
     EXACT,
     Seen,
     layer_by_layer,
@@ -29,7 +29,7 @@ from qrot.quantize.layer_by_layer import (
     with_weights,
 )
 from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.rotations import Rotations
+from qrot.rotation.forms import Rotations
 from qrot.scheme import READERS, Scheme
 
 BLOCK = 128  # inputs that are rounded before the others hear of it

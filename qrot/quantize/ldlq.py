@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qrot.quantize.gptq import damped_cholesky
-from qrot.quantize.layer_by_layer import EXACT
+from qrot.calibrate.moments import EXACT
 
 TOGETHER = 128  # inputs that are rounded, at most, before the others hear of it
 

@@ -1,6 +1,6 @@
 """Mixed precision: a budget of bits, spent where rounding costs most.
 
-What rounding one projection of one layer costs is for others to measure (`qrot.learn.sensitivity`).
+What rounding one projection of one layer costs is for others to measure (`qrot.quantize.sensitivity`).
 Here the bits are chosen, and said as a scheme.
 """
 
@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 
 from qrot.errors import InputError
 from qrot.grid import OFF, Grid
-from qrot.model.params import PROJECTIONS, Params
+from qrot.model.params import Params
+from qrot.sites import PROJECTIONS
 from qrot.scheme import Override, Scheme
 
 

@@ -11,11 +11,12 @@ from jaxtyping import Array, Float
 from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.kernels.pack import pack_int4
-from qrot.model.packed import in_integers
-from qrot.model.params import PROJECTIONS, Layers, Linear, PackedLinear, Params
-from qrot.quantize.layer_by_layer import weight_grids
+from qrot.model.linear import in_integers
+from qrot.model.params import Layers, Linear, PackedLinear, Params
+from qrot.sites import PROJECTIONS
+from qrot.calibrate.moments import weight_grids
 from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.rotations import Shifts
+from qrot.rotation.forms import Shifts
 from qrot.scheme import READERS, Scheme, layer_schemes
 
 _scale_and_zero = jax.jit(weight_scale_and_zero, static_argnums=1)

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 from qrot.errors import InputError, located
 from qrot.grid import Grid, nearest
 from qrot.model.config import ModelConfig
-from qrot.model.params import PROJECTIONS, Layers, Params
+from qrot.model.params import Layers, Params
+from qrot.sites import PROJECTIONS
 from qrot.quantize.gptq import warn_of_damping
 from qrot.quantize.lattice import SCALES, SIZE, round_vectors
-from qrot.quantize.layer_by_layer import (
+from qrot.calibrate.moments import (
     Seen,
     layer_by_layer,
     rounded_sites,
@@ -30,7 +31,7 @@ from qrot.quantize.layer_by_layer import (
 )
 from qrot.quantize.ldlq import block_ldl, ldlq
 from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.rotations import Hadamard, Rotations, rotate, unrotate
+from qrot.rotation.forms import Hadamard, Rotations, rotate, unrotate
 from qrot.scheme import READERS, Scheme
 
 

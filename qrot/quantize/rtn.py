@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from qrot.grid import Grid, elementwise_scale_and_zero, fake_quantise
 from qrot.model.config import ModelConfig
-from qrot.model.fuse import rotate_layer
+from qrot.network import rotate_layer
 from qrot.model.params import Layers, Linear, Params
-from qrot.rotation.rotations import Rotations, Scales
+from qrot.rotation.forms import Rotations, Scales
 from qrot.scheme import LayerScheme, Scheme, layer_scheme, segments
 
 

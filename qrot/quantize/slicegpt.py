@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from qrot.errors import InputError
 from qrot.model.config import ModelConfig
 from qrot.model.params import Linear, Params
-from qrot.quantize.layer_by_layer import Seen, layer_by_layer
+from qrot.calibrate.moments import Seen, layer_by_layer
 
 _MULTIPLE = 8  # of which the size that is kept is one
 

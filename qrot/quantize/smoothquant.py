@@ -20,9 +20,9 @@ from qrot.grid import Grid, fake_quantise
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward_with_taps
 from qrot.model.params import Layers, Params
-from qrot.quantize.layer_by_layer import EXACT, Seen, layer_by_layer
+from qrot.calibrate.moments import EXACT, Seen, layer_by_layer
 from qrot.quantize.rtn import round_weight
-from qrot.rotation.rotations import Scales
+from qrot.rotation.forms import Scales
 from qrot.scheme import READERS, Scheme, layer_scheme
 
 SITES = ("qkv", "gate_up")  # a norm writes what they read; o and down are left alone

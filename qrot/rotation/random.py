@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from qrot.errors import InputError
-from qrot.kernels.hadamard import hadamard_dense
-from qrot.rotation.rotations import Hadamard, Rotations, rotate
-
-
-@runtime_checkable
-class Sizes(Protocol):
-    """The sizes that rotations need to know; any model's configuration has them."""
-
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
+from qrot.hadamard.factors import hadamard_dense
+from qrot.rotation.forms import Blocks, Dense, Hadamard, Rotation, check_size
+from qrot.sites import ROTATIONS, Sizes, rotation_site
 
 
 @dataclass(frozen=True)
@@ -40,69 +28,83 @@ class RotationSites:
     down: bool | int = True
 
 
+def stream(seed: int, *names: str | int) -> np.random.Generator:
+    """Random numbers of a stream of its own: what is drawn from another leaves them as they are.
+
+    Args:
+        seed: of all streams.
+        names: of this one; it differs from `default_rng(seed)` and from that of any other names.
+    """
+    key = [zlib.crc32(name.encode()) if isinstance(name, str) else name for name in names]
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(len(key), *key)))
+
+
 def random_rotations(
-    config: Sizes,
+    sizes: Sizes,
     seed: int,
     *,
     kind: Literal["hadamard", "orthogonal", "identity"] = "hadamard",
     sites: RotationSites | None = None,
-) -> Rotations:
-    """Random rotations: `hadamard` (QuaRot, 2024: random signs, then Hadamard) or `orthogonal`.
+) -> dict[str, Rotation]:
+    """Random rotations by name, each from a stream of its own.
 
-    `orthogonal` draws R1 and R2 from the uniform (Haar) distribution and keeps Hadamard rotations
-    for the online R3 and R4, as published; `identity` likewise. Residual and value rotations come
-    as float32 matrices ready to be learned, key and down as `Hadamard`.
-    Raises InputError where no Hadamard matrix of the size is known (use blocks) or a block does not
-    divide.
+    Args:
+        sizes: of the network.
+        seed: of what is drawn.
+        kind: `hadamard` (QuaRot, 2024: random signs, then Hadamard), or `orthogonal`, which draws
+            R1 and R2 from the uniform (Haar) distribution and keeps Hadamard rotations for the
+            online R3 and R4, as published; `identity` likewise.
+        sites: which to rotate; all if None.
+
+    Returns:
+        R1, one matrix, and R2, one a layer, in float32, ready to be learned; R3 and R4, one for all
+        layers, as `Hadamard`.
+
+    Raises:
+        InputError: where no Hadamard matrix of the size is known (use blocks), or a block does not
+            divide.
     """
-    sites = sites or RotationSites()
-    draw = np.random.default_rng(seed)
-    head = config.head_dim
-
-    def matrix(n: int, size: bool | int, where: str):
-        block = _block(n, size, where)
-        if kind == "orthogonal":
-            blocks = [_haar(draw, block or n) for _ in range(n // (block or n))]
-        elif kind == "identity":
-            blocks = [np.eye(block or n)] * (n // (block or n))
+    found = {}
+    for name in ROTATIONS:
+        size: bool | int = getattr(sites or RotationSites(), name)
+        if size is False:
+            continue
+        site, draw = rotation_site(name), stream(seed, "rotation", name)
+        n = site.rotation_size(sizes)
+        if size is not True and (size < 1 or n % size):
+            raise InputError(f"rotations.{name}: a block of {size} does not divide {n}")
+        block = None if size is True else int(size)
+        if site.online:
+            found[name] = Hadamard(jnp.asarray(_signs(draw, n), jnp.float32), block)
+            check_size(found[name], n)  # refused here, not deep in a forward pass
+        elif site.per_head:
+            each = [_matrices(draw, n, block, kind) for _ in range(sizes.num_hidden_layers)]
+            found[name] = _of_form(np.stack(each), block)
         else:
-            signs = _signs(draw, n)
-            blocks = list(signs.reshape(-1, block or n, 1) * hadamard_dense(block or n))
-        return np.asarray(blocks if block else blocks[0], np.float32)
-
-    residual = value = key = down = None
-    if sites.residual:
-        residual = jnp.asarray(matrix(config.hidden_size, sites.residual, "residual"))
-    if sites.value:
-        layers = range(config.num_hidden_layers)
-        value = jnp.asarray(np.stack([matrix(head, sites.value, "value") for _ in layers]))
-    if sites.key:
-        key = _hadamard(draw, head, sites.key, "key")
-    if sites.down:
-        down = _hadamard(draw, config.intermediate_size, sites.down, "down")
-    return Rotations(residual, value, key, down)
+            found[name] = _of_form(_matrices(draw, n, block, kind), block)
+    return found
 
 
-def _block(n: int, size: bool | int, where: str) -> int | None:
-    if size is True:
-        return None
-    if size < 1 or n % size:
-        raise InputError(f"rotations.{where}: a block of {size} does not divide {n}")
-    return int(size)
+def _of_form(matrices: Float[np.ndarray, "*stack count b b"], block: int | None) -> Rotation:
+    array = jnp.asarray(matrices, jnp.float32)
+    return Dense(array[..., 0, :, :]) if block is None else Blocks(array)
 
 
-def _signs(draw, n: int) -> np.ndarray:
+def _matrices(
+    draw: np.random.Generator, n: int, block: int | None, kind: str
+) -> Float[np.ndarray, "count b b"]:
+    size = block or n
+    if kind == "orthogonal":
+        return np.stack([_haar(draw, size) for _ in range(n // size)])
+    if kind == "identity":
+        return np.stack([np.eye(size)] * (n // size))
+    return _signs(draw, n).reshape(-1, size, 1) * hadamard_dense(size)
+
+
+def _signs(draw: np.random.Generator, n: int) -> Float[np.ndarray, " n"]:
     return draw.choice([-1.0, 1.0], n)
 
 
-def _haar(draw, n: int) -> np.ndarray:
+def _haar(draw: np.random.Generator, n: int) -> Float[Any, "n n"]:
     q, r = np.linalg.qr(draw.standard_normal((n, n)))
     return q * np.sign(np.diag(r))  # without the signs QR's own convention biases the draw
-
-
-def _hadamard(draw, n: int, size: bool | int, where: str) -> Hadamard:
-    block = _block(n, size, where)
-    rotation = Hadamard(jnp.asarray(_signs(draw, n), jnp.float32), block)
-    # A size without a matrix is refused here, not deep in a forward pass.
-    jax.eval_shape(lambda r: rotate(r.signs, r), rotation)
-    return rotation

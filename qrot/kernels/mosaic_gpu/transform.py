@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from qrot.kernels.hadamard import hadamard_dense
+from qrot.hadamard.factors import hadamard_dense
 from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, rounded
 
 ROWS, LANES = 64, 128  # of a tile

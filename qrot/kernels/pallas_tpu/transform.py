@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from qrot.kernels.hadamard import hadamard_cores, hadamard_dense, hadamard_matrix
+from qrot.hadamard.factors import hadamard_cores, hadamard_dense, hadamard_matrix
 
 LANES = 128
 _SMALL, _DENSE = 256, 1024  # up to _SMALL always one product, up to _DENSE where nothing is better

@@ -1,0 +1,1 @@
+"""What travels with an exported checkpoint: PyTorch only, copied and not imported."""

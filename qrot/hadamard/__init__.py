@@ -1,0 +1,1 @@
+"""Hadamard matrices: how they are constructed, and how they are split into factors."""

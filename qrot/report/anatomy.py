@@ -1,0 +1,102 @@
+"""What the activations look like, from anatomy.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from qrot.report import page
+from qrot.report.curves import by_layer
+from qrot.report.heatmap import heat, scale_bar
+
+TITLES = {
+    "residual": "residual stream",
+    "qkv": "input of q, k, v",
+    "keys": "keys",
+    "values": "values",
+    "o": "input of o",
+    "gate_up": "input of gate, up",
+    "down": "input of down",
+}
+
+
+def anatomy_sections(found: dict[str, Any]) -> list[str]:
+    """The sections on outliers, one activation, and rounding errors."""
+    after = f"after: {found['after']}" if found["after"] else ""
+    key = page.key([("before", "before"), *([("after", after)] if after else [])])
+    crest = _panels(found, "crest", "max by rms")
+    error = _panels(found, "error", "squared error")
+    return [
+        page.section("One activation", *_activation(found)),
+        page.section(
+            "Outliers by layer",
+            key,
+            crest,
+            page.note(
+                "The largest value of a token by its root mean square, the median over "
+                f"{found['tokens']} tokens. 1 if all values are equal in size. Panels share a "
+                "scale."
+            ),
+        )
+        if crest
+        else "",
+        page.section(
+            "Rounding error by layer",
+            key,
+            error,
+            page.note(
+                "||x - Q(x)||² / ||x||² of what is rounded, in the basis in which it is rounded, "
+                "on the grids of this run and with the clip ratios that were learned. Where a few "
+                "tokens are huge it is mostly theirs. Panels share a scale."
+            ),
+        )
+        if error
+        else "",
+    ]
+
+
+def _panels(found: dict[str, Any], figure: str, unit: str) -> str:
+    series = {
+        name: site[figure]
+        for name, site in found["sites"].items()
+        if figure in site and any(v > 0 for values in site[figure].values() for v in values)
+    }
+    limits = [
+        v
+        for site in series.values()
+        for values in site.values()
+        for v in values
+        if v > 0 and math.isfinite(v)
+    ]
+    if not limits:
+        return ""
+    return page.panels(by_layer(TITLES[n], site, unit, limits) for n, site in series.items())
+
+
+def _activation(found: dict[str, Any]) -> list[str]:
+    one = found["activation"]
+    pictures = {when: np.array(one[when], float) for when in ("before", "after") if when in one}
+    every = np.concatenate([cells.ravel() for cells in pictures.values()])
+    top = float(every.max())
+    if not (math.isfinite(top) and top > 0):
+        return []
+    # A few cells of a hundred, first tokens above all, would take most of the colours.
+    low, high = np.quantile(every, [0.02, 0.98])
+    limits = (max(float(f"{low:.2g}"), 1e-4 * top), max(float(f"{high:.2g}"), 1e-4 * top))
+    size = (found["tokens"], one["channels"])
+    names = {"before": "Before", "after": f"After: {found['after']}"}
+    drawn = [
+        f"<div><h3>{page.escape(names[when])}</h3>"
+        + heat(cells, limits, title=names[when], size=size, loud=one["loud"] * (when == "before"))
+        + "</div>"
+        for when, cells in pictures.items()
+    ]
+    caption = (
+        f"Residual stream, {one['place']}, where the largest value of all layers is: tokens down, "
+        "channels across, each cell the largest |x| of those that it stands for. Above: channels "
+        "of the largest values, and what these are."
+    )
+    ramp = f'<div class="ramp">{scale_bar(limits)}</div>'
+    return [page.figure(page.panels(drawn, "pictures") + ramp, caption)]

@@ -1,0 +1,185 @@
+"""The report of a run, from what lies in its folder; the model is not needed."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from qrot.run.anatomy import FILE as ANATOMY
+from qrot.report.plot import UNITS
+from qrot.report import page
+from qrot.report.anatomy import anatomy_sections
+from qrot.report.bars import Bar, caption, perplexity, seconds
+from qrot.report.curves import learning
+from qrot.report.svg import both
+from qrot.run.results import (
+    bits,
+    cells,
+    columns,
+    notes,
+    read_results,
+    spread,
+    title,
+    write_text,
+)
+from qrot.report.tables import by_method
+from qrot.learn.loop import load_history
+
+FILE = "report.html"
+PARTS = {"learning": "learning", "weights": "rounding weights", "rest": "fusing, judging, the rest"}
+
+
+def write_report(folder: Path) -> None:
+    """Write report.html beside results.json, whole or not at all.
+
+    Raises InputError where a file of the folder is damaged, OSError where it cannot be written.
+    """
+    results = read_results(folder / "results.json")
+    if results is None or not results["rows"]:
+        return
+    anatomy = read_results(folder / ANATOMY)
+    settings = (folder / "config.yaml").read_text(encoding="utf-8")
+    write_text(folder / FILE, report(results, histories(folder, results), anatomy, settings))
+
+
+def histories(folder: Path, results: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """How the rows that were learned here came about: seed and lines of metrics.jsonl."""
+    found = []
+    for row in results["rows"]:
+        if row["method"] == "learned" and "rotations" in row:
+            file = (folder / row["rotations"]).parent / "metrics.jsonl"
+            if file.exists():
+                found.append((f"seed {row['seed']}", load_history(file)))
+    return found
+
+
+def report(
+    results: dict[str, Any],
+    learned: list[tuple[str, list[dict[str, Any]]]],
+    anatomy: dict[str, Any] | None,
+    settings: str,
+) -> str:
+    """The page; what is not there is left out.
+
+    learned: see `histories`. anatomy: see `qrot.run.anatomy`. settings: config.yaml.
+    """
+    rows, protocol = results["rows"], results["protocol"]
+    at = f" at {bits(rows)}" if bits(rows) else ""
+    names = columns(rows)
+    parts = [
+        page.figures_of(_figures_of(rows)),
+        page.section(
+            "Results",
+            page.table(names, cells(rows), ("method",)),
+            page.note(title(results)),
+            page.note(notes(results)),
+        ),
+        page.section("Perplexity", *_perplexity(rows)),
+        *(anatomy_sections(anatomy) if anatomy else ()),
+        page.section("Learning", *_learning(rows, learned)),
+        page.section("Cost", *_cost(rows)),
+        page.section(
+            "Protocol and settings",
+            page.pairs(protocol),
+            page.folded("Settings (config.yaml)", page.preformatted(settings)),
+            page.folded("Environment", page.pairs(results.get("environment", {}))),
+        ),
+    ]
+    return page.page(f"{page.model_name(protocol)}{at}", page.lead(protocol), parts)
+
+
+def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Full precision, the best of the rest, and the distance between them."""
+    means = {m: statistics.fmean(r["nll"] for r in group) for m, group in by_method(rows).items()}
+    found = []
+    full = means.pop("full_precision", None)
+    if full is not None:
+        own = [row["perplexity"] for row in rows if row["method"] == "full_precision"]
+        found.append(("Full precision", spread(own), "perplexity"))
+    if means:
+        best = min(means, key=means.__getitem__)
+        values = [row["perplexity"] for row in rows if row["method"] == best]
+        seeds = f"perplexity, mean of {len(values)} seeds" if len(values) > 1 else "perplexity"
+        value = spread([statistics.fmean(values)])
+        found.append((f"Best when rounded: {best.replace('_', ' ')}", value, seeds))
+        if full is not None:
+            found.append(("Still lost", f"{means[best] - full:.3f}", "nats a token"))
+    return found
+
+
+def _bars(rows: list[dict[str, Any]], key: str) -> list[Bar]:
+    groups = by_method(rows)
+    means = {m: statistics.fmean(r["nll"] for r in group) for m, group in groups.items()}
+    best = min((m for m in means if m != "full_precision"), key=means.__getitem__, default=None)
+    kinds: dict[str | None, Any] = {"full_precision": "full", best: "best"}
+    return [
+        Bar(
+            method.replace("_", " "),
+            {row["seed"]: row[key] for row in group},
+            kinds.get(method, "plain"),
+        )
+        for method, group in groups.items()
+    ]
+
+
+def _perplexity(rows: list[dict[str, Any]]) -> list[str]:
+    own = _bars(rows, "perplexity")
+    drawn = [page.figure(both(lambda width: perplexity(own, width)), caption(own))]
+    if all("other_perplexity" in row for row in rows):
+        other, unit = _bars(rows, "other_perplexity"), "perplexity, other text"
+        drawn.append(page.figure(both(lambda w: perplexity(other, w, unit)), caption(other)))
+    return drawn
+
+
+def _learning(rows, learned) -> list[str]:
+    if not any("held_out" in line or "loss" in line for _, lines in learned for line in lines):
+        return []
+    objective = next(row["objective"] for row in rows if row["method"] == "learned")
+    unit: str = UNITS.get(objective, str(objective))
+    below = (
+        f"{unit[0].upper()}{unit[1:]}. With dots: windows held out of training. Thin: training "
+        "batches. Ring and number: the best, whose rotations are kept."
+    )
+    return [page.figure(both(lambda width: learning(learned, unit, width)), below)]
+
+
+def _cost(rows: list[dict[str, Any]]) -> list[str]:
+    """Seconds as recorded, and the memory of rows that tell it."""
+    spent, lines = [], []
+    for method, group in by_method(rows).items():
+        if not all("seconds" in row for row in group):
+            continue
+
+        def mean(of, group=group) -> float:
+            return statistics.fmean(of(row) for row in group)
+
+        parts = {
+            "learning": mean(lambda row: row.get("learn_seconds", 0.0)),
+            "weights": mean(
+                lambda row: (
+                    row.get("weight_seconds", 0.0) + (row.get("mixed") or {}).get("seconds", 0.0)
+                )
+            ),
+        }
+        total = mean(lambda row: row["seconds"])
+        parts["rest"] = max(total - sum(parts.values()), 0.0)
+        name = method.replace("_", " ")
+        spent.append((name, parts))
+        memory = [row["peak_gib"] for row in group if "peak_gib" in row]
+        lines.append(
+            (
+                name,
+                *(f"{x:,.1f}" if x else "" for x in parts.values()),
+                f"{total:,.1f}",
+                f"{max(memory):.2f}" if memory else "",
+            )
+        )
+    if not spent:
+        return []
+    there = [part for part in PARTS if any(parts[part] for _, parts in spent)]
+    key = page.key([(f"bar {part}", PARTS[part]) for part in there])
+    names = ("method", *(f"{name}, s" for name in PARTS.values()), "in all, s", "peak, GiB")
+    table = page.table(names, lines, ("method",))
+    drawn = page.figure(key + both(lambda width: seconds(spent, width)))
+    return [drawn, page.folded("The same as a table", table)]

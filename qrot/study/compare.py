@@ -1,0 +1,303 @@
+"""Runs side by side: means and spreads over seeds, and which differences are more than that."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich import box
+from rich.table import Table
+from scipy import stats
+
+from qrot.errors import InputError, located
+from qrot.run.config import first_difference
+from qrot.run.results import read_results, spread
+from qrot.report.tables import markdown_table
+
+LEVEL = 0.95  # of the intervals
+# No settings of a row.
+_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track")
+_MOST = 3  # settings in the name of a row; the run's folder stands for more
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    folder: Path
+    name: str  # the way to it from what was asked for, without parts such as seed0
+    settings: dict[str, Any]  # by dotted key
+    results: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is compared: rows that differ in nothing but the seed."""
+
+    name: str
+    rows: list[dict[str, Any]]
+
+    @property
+    def nll(self) -> dict[int | None, float]:
+        """Nats a token by seed; None for what has no seed."""
+        return {_seed(row): row["nll"] for row in self.rows}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Nats a token of one group above another, and what may be said of it.
+
+    interval: of confidence, at LEVEL; None where there are not the seeds for it. paired: whether
+    the seeds were paired.
+    """
+
+    mean: float
+    interval: tuple[float, float] | None
+    paired: bool
+    verdict: str
+
+
+def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
+    """All runs in some folders, each a run folder or a folder of them.
+
+    other: with what they measured on the other text in place of the first. Raises InputError where
+    there is none, one is damaged, one has no other text, or two were measured by different
+    protocols, whose numbers are no numbers to compare.
+    """
+    runs = []
+    for folder in folders:
+        files = sorted(folder.rglob("results.json"))
+        if not files:
+            raise InputError(f"{folder}: no run folder, and none in it")
+        for file in files:
+            results = read_results(file)
+            if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
+                raise InputError(f"{file}: not the results of a run")
+            if other:
+                with located(file):
+                    results = on_the_other_text(results)
+            above = folder if len(folders) == 1 else folder.parent
+            parts = file.parent.relative_to(above).parts
+            name = "/".join(part for part in parts if not re.fullmatch(r"seed\d+", part))
+            runs.append(Run(file.parent, name, _settings(file.parent / "config.yaml"), results))
+    first = runs[0]
+    for run in runs[1:]:
+        key = first_difference(first.results["protocol"], run.results["protocol"])
+        if key is not None:
+            values = [r.results["protocol"].get(key) for r in (first, run)]
+            raise InputError(
+                f"{first.folder} and {run.folder} do not compare: their protocols differ in {key} "
+                f"({values[0]}, {values[1]})"
+            )
+    return runs
+
+
+def on_the_other_text(results: dict[str, Any]) -> dict[str, Any]:
+    """Results as if the other text had been the one that was judged on.
+
+    Raises InputError where there was none.
+    """
+    protocol = dict(results["protocol"])
+    if "other_text" not in protocol:
+        raise InputError("no other text was measured (the section `other` of a config)")
+    protocol.pop("scored_tokens", None)  # of the first text
+    protocol |= {"text": protocol.pop("other_text"), "count": protocol.pop("other_count")}
+    rows = [
+        {**row, "nll": row["other_nll"], "perplexity": row["other_perplexity"]}
+        for row in results["rows"]
+    ]
+    return {**results, "protocol": protocol, "rows": rows}
+
+
+def together(runs: Sequence[Run]) -> dict[str, Any]:
+    """The first run's results with the rows of all."""
+    return {**runs[0].results, "rows": [row for run in runs for row in run.results["rows"]]}
+
+
+def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
+    """Rows that differ in nothing but the seed, named by method and what sets them apart; the
+    largest loss first.
+
+    by: keys of the configuration, such as `scheme.keys.bits`; without any, those in which the runs
+    differ, or the run's folder where they are many. Raises InputError where a key is not known,
+    and where two rows have the same name and seed.
+    """
+    for key in by:
+        if not any(key in run.settings for run in runs):
+            raise InputError(f"--by {key}: no run has this key")
+    keys = list(by) or differing(runs)
+    found: dict[str, dict[int | None, dict[str, Any]]] = {}
+    parts = {}
+    for run in runs:
+        if by or len(keys) <= _MOST:
+            parts[run.folder] = [f"{key}={_plain(run.settings.get(key))}" for key in keys]
+        else:
+            parts[run.folder] = [run.name]
+    sets: dict[str, set] = {}  # by method, what sets its rows apart
+    for run in runs:
+        for row in run.results["rows"]:
+            sets.setdefault(row["method"], set()).add(tuple(parts[run.folder]))
+    for run in runs:
+        for row in run.results["rows"]:
+            full = row["method"] == "full_precision"  # on no grid: the same whatever the settings
+            apart = [] if full or (len(sets[row["method"]]) == 1 and not by) else parts[run.folder]
+            name = ", ".join([row["method"].replace("_", " "), *apart])
+            rows = found.setdefault(name, {})
+            seed = _seed(row)
+            if seed in rows and not full:
+                raise InputError(
+                    f"two rows are '{name}' with seed {seed}: say with --by what sets them "
+                    f"apart ({', '.join(differing(runs)) or 'their configs are equal'})"
+                )
+            rows[seed] = row
+    groups = [Group(name, list(rows.values())) for name, rows in found.items()]
+    return sorted(groups, key=lambda group: -statistics.fmean(group.nll.values()))
+
+
+def difference(group: Group, base: Group) -> Difference:
+    """How many nats `group` is above `base`.
+
+    Where both have the same seeds, the mean of the differences seed by seed with Student's interval
+    for it; otherwise the difference of the means with Welch's. What has no seed does not vary.
+    """
+    ours, theirs = group.nll, base.nll
+    mean = statistics.fmean(ours.values()) - statistics.fmean(theirs.values())
+    fixed = [set(nll) == {None} for nll in (ours, theirs)]
+    paired = not any(fixed) and len(ours) > 1 and set(ours) == set(theirs)
+    if all(fixed):
+        return Difference(mean, None, False, _which(mean) + " (no seeds in it)")
+    if paired or any(fixed):
+        seeds = theirs if fixed[0] else ours
+        each = [ours[None if fixed[0] else s] - theirs[None if fixed[1] else s] for s in seeds]
+        interval = _student(np.array(each))
+    else:
+        interval = _welch(np.array(list(ours.values())), np.array(list(theirs.values())))
+    if interval is None:
+        return Difference(mean, None, paired, "one seed: cannot be told from noise")
+    apart = interval[0] > 0 or interval[1] < 0
+    verdict = _which(mean) if apart else "not to be told from seed noise"
+    return Difference(mean, interval, paired, verdict)
+
+
+def _seed(row: dict[str, Any]) -> int | None:
+    """The seed that a row depends on: of rotations that were saved, their own."""
+    return row.get("rotation_seed", row["seed"])
+
+
+def _which(mean: float) -> str:
+    return "equal" if mean == 0 else "better" if mean < 0 else "worse"
+
+
+def _student(each: np.ndarray) -> tuple[float, float] | None:
+    if len(each) < 2:
+        return None
+    half = stats.t.ppf((1 + LEVEL) / 2, len(each) - 1) * each.std(ddof=1) / math.sqrt(len(each))
+    return float(each.mean() - half), float(each.mean() + half)
+
+
+def _welch(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float] | None:
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    interval = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(LEVEL)
+    return float(interval.low), float(interval.high)
+
+
+NOTE = (
+    f"Nats a token above the reference, with the {LEVEL:.0%} interval that the spread over seeds "
+    "gives: of the differences seed by seed where both rows have the same seeds (Student), else of "
+    "the difference of the means (Welch). The text is the same for all and is not in it."
+)
+COLUMNS = ("row", "seeds", "perplexity", "nats above", f"{LEVEL:.0%} interval", "verdict")
+
+
+def lines(groups: Sequence[Group], base: Group) -> list[tuple[str, ...]]:
+    """A line of text cells for each group, under `COLUMNS`."""
+    out = []
+    for group in groups:
+        seeds = str(sum(seed is not None for seed in group.nll) or "")
+        ppl = spread([row["perplexity"] for row in group.rows])
+        if group is base:
+            out.append((group.name, seeds, ppl, "", "", "reference"))
+            continue
+        found = difference(group, base)
+        interval = ""
+        if found.interval is not None:
+            interval = f"{found.interval[0]:+.3f} to {found.interval[1]:+.3f}"
+        out.append((group.name, seeds, ppl, f"{found.mean:+.3f}", interval, found.verdict))
+    return out
+
+
+def chosen(groups: Sequence[Group], against: str | None) -> Group:
+    """The group that the others are compared with: by name, or the first one.
+
+    Raises InputError where no name, or more than one, begins like that.
+    """
+    if against is None:
+        return groups[0]
+    exact = [group for group in groups if group.name == against]
+    near = exact or [group for group in groups if group.name.startswith(against)]
+    if len(near) != 1:
+        names = "; ".join(group.name for group in near or groups)
+        raise InputError(f"--against {against}: {'none' if not near else 'several'} of {names}")
+    return near[0]
+
+
+def terminal(found: list[tuple[str, ...]]) -> Table:
+    """The lines as a table for a terminal."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in COLUMNS:
+        words = name in ("row", "verdict")
+        drawn.add_column(
+            name, justify="left" if words else "right", no_wrap=not words, overflow="fold"
+        )
+    for line in found:
+        drawn.add_row(*line)
+    return drawn
+
+
+def markdown(found: list[tuple[str, ...]]) -> str:
+    """The lines as a table in Markdown."""
+    return markdown_table(COLUMNS, found, ("row", "verdict"))
+
+
+def as_csv(found: list[tuple[str, ...]]) -> str:
+    """The lines as comma-separated values."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *found])
+    return text.getvalue()
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"{file}: cannot be read") from error
+    return dict(_flat(settings, ""))
+
+
+def _flat(settings: Any, where: str):
+    if not isinstance(settings, dict) or not settings:
+        yield where, settings
+        return
+    for key, value in settings.items():
+        yield from _flat(value, f"{where}.{key}" if where else str(key))
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The keys in which the settings of runs differ, those aside that make no other rows."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _ASIDE)
+    return [k for k in keys if any(r.settings.get(k) != runs[0].settings.get(k) for r in runs)]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
