@@ -1,21 +1,23 @@
-"""Something of every kind that can be learned, for tiny models."""
+"""Something of every kind that can be put on a network, for tiny models."""
 
 import jax.numpy as jnp
 import numpy as np
 
+from qrot.rotation.forms import Blocks, Dense, Kronecker
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import Clips, Kronecker, Scales, Shifts
+from qrot.rotation.transform import Transform
+from qrot.sites import INPUTS, SITES
 
 
 def orthogonal(draw, *shape):
     return jnp.asarray(np.linalg.qr(draw.normal(size=shape))[0])
 
 
-def parts(model, seed=0):
-    """Something of every kind for a model: scales and rotations by name."""
-    c, draw = model.config, np.random.default_rng(seed)
+def parts(network, seed=0):
+    """Something of every kind for a network: scales and rotations by name."""
+    c, draw = network.config, np.random.default_rng(seed)
     layers, heads, hd = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-    key_heads = 1 if model.params.layers.k_norm is not None else heads
+    key_heads = 1 if network.params.layers.k_norm is not None else heads
 
     def log(*shape):
         return jnp.asarray(0.3 * draw.normal(size=(layers, *shape)))
@@ -23,10 +25,10 @@ def parts(model, seed=0):
     left = next(a for a in (4, 3, 2) if c.intermediate_size % a == 0)
     right = c.intermediate_size // left
     signs = jnp.asarray(draw.choice([-1.0, 1.0], (layers, c.intermediate_size)))
-    blocks = orthogonal(draw, layers, c.intermediate_size // 4, 4, 4)
+    blocks = Blocks(orthogonal(draw, layers, c.intermediate_size // 4, 4, 4))
     rotations = {
-        "value": orthogonal(draw, layers, heads, 1, hd, hd),
-        "key": orthogonal(draw, layers, heads, 1, hd, hd),
+        "value": Dense(orthogonal(draw, layers, heads, hd, hd)),
+        "key": Dense(orthogonal(draw, layers, heads, hd, hd)),
         "down": Kronecker(
             signs, orthogonal(draw, layers, left, left), orthogonal(draw, layers, right, right)
         ),
@@ -42,12 +44,12 @@ def parts(model, seed=0):
     return rotations, scales
 
 
-def put(model, names):
+def put(network, names):
     """Random Hadamard rotations, and of `parts` what is named."""
-    rotations, scales = parts(model)
+    rotations, scales = parts(network)
     chosen = {n.split()[0]: r for n, r in rotations.items() if f"rotation {n}" in names}
-    kept = Scales(**{n: s for n, s in scales.items() if f"scale {n}" in names})
-    return random_rotations(model.config, 1).replace(**chosen), kept
+    kept = {n: s for n, s in scales.items() if f"scale {n}" in names}
+    return Transform({**random_rotations(network.config, 1), **chosen}, kept)
 
 
 EACH = [
@@ -57,25 +59,17 @@ EACH = [
 ALL = [n for names in EACH for n in names if n != "rotation down blocks"]
 
 
-def some_shifts(model, draw):
-    """Small shifts at every site."""
-    config = model.config
-    shapes = {
-        "qkv": config.hidden_size,
-        "o": config.num_attention_heads * config.head_dim,
-        "gate_up": config.hidden_size,
-        "down": config.intermediate_size,
+def some_shifts(network, draw):
+    """Small shifts at every site that projections read."""
+    config = network.config
+    layers = config.num_hidden_layers
+    return {
+        site: jnp.asarray(0.1 * draw.normal(size=(layers, SITES[site].width(config))), jnp.float32)
+        for site in INPUTS
     }
-    return Shifts(
-        **{
-            site: jnp.asarray(0.1 * draw.normal(size=(config.num_hidden_layers, n)), jnp.float32)
-            for site, n in shapes.items()
-        }
-    )
 
 
-def some_clips(model, draw):
+def some_clips(network, draw):
     """Clip ratios between 0.8 and 1 at every site."""
-    sites = ("qkv", "o", "gate_up", "down", "keys", "values")
-    layers = model.config.num_hidden_layers
-    return Clips(**{s: jnp.asarray(draw.uniform(0.8, 1, layers), jnp.float32) for s in sites})
+    layers = network.config.num_hidden_layers
+    return {site: jnp.asarray(draw.uniform(0.8, 1, layers), jnp.float32) for site in SITES}

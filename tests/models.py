@@ -181,5 +181,5 @@ def write_variant(path: Path, name: str, **options: Any) -> None:
 
 def without_weights(params: Params) -> Params:
     """All that rounding weights leaves alone: embedding, norms, biases, head."""
-    layers = {n: getattr(params.layers, n).replace(weight=None) for n in PROJECTIONS}
+    layers = {n: params.layers.linear(n).replace(weight=None) for n in PROJECTIONS}
     return params.replace(layers=params.layers.replace(**layers))
