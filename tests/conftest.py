@@ -23,12 +23,10 @@ install_import_hook("qrot", "beartype.beartype")
 
 from functools import cache, partial
 
-import exports
 import jax
 import jax.numpy as jnp
 import models
 import pytest
-import runs
 
 from qrot.model.io.load import load
 
@@ -75,6 +73,8 @@ def quick_compile():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """The folder of a model of 97 words and two texts of 400 of them."""
+    import runs
+
     folder = tmp_path_factory.mktemp("tiny")
     runs.write_tiny(folder)
     return folder
@@ -83,10 +83,14 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def config(tiny, tmp_path):
     """A run of it by several methods, learned rotations among them."""
+    import runs
+
     return runs.tiny_config(tiny, tmp_path / "run")
 
 
 @pytest.fixture
 def made(tmp_path):
-    """(variant, scheme, learned) -> rotation file of a tiny model in a folder of its own."""
+    """(variant, scheme, transform) -> rotation file of a tiny model in a folder of its own."""
+    import exports  # which imports all of qrot
+
     return partial(exports.write_fitted, tmp_path)

@@ -6,24 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from looked import site_inputs
 from models import VARIANTS
 
 from qrot.grid import Grid
-from qrot.model.forward import forward, forward_with_taps, rms_norm
+from qrot.model.forward import forward
+from qrot.model.layer import rms_norm
 from qrot.rotation.random import random_rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Override, Scheme
+from qrot.sites import SITES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS = np.random.default_rng(7).integers(0, 97, (2, 24))
-SITES = ("qkv", "o", "gate_up", "down", "keys", "values")
 A4KV4 = Scheme(activations=Grid(bits=4), keys=Grid(bits=4), values=Grid(bits=4))
 
 
-def run(model, config=None, taps=None, **options):
-    inputs = (model.params, jnp.asarray(TOKENS), config or model.config)
-    if taps is None:
-        return forward(*inputs, **options)
-    return forward_with_taps(*inputs, taps=taps, **options)
+def run(model, tokens=TOKENS, dtype=None, **changes):
+    return forward(model.network.replace(**changes), jnp.asarray(tokens), dtype=dtype)
+
+
+def look(model, **changes):
+    return site_inputs(model.network.replace(**changes), jnp.asarray(TOKENS))
 
 
 def relative(a, b):
@@ -55,28 +59,28 @@ def test_logits_are_those_of_transformers(variant, name):
 )
 def test_every_switch_of_the_configuration_is_felt(variant, name, change):
     model = variant(name)
-    assert relative(run(model, replace(model.config, **change)), run(model)) > 1e-2
+    changed = replace(model.network.config, **change)
+    assert relative(run(model, config=changed), run(model)) > 1e-2
 
 
 def test_no_token_sees_the_future(variant):
     model, changed = variant("llama"), TOKENS.copy()
     changed[:, 10] = (changed[:, 10] + 1) % 97
-    after = forward(model.params, jnp.asarray(changed), model.config)
-    before = run(model)
+    after, before = run(model, changed), run(model)
     np.testing.assert_array_equal(after[:, :10], before[:, :10])
     assert relative(after[:, 10:], before[:, 10:]) > 1e-2
 
 
 def test_remat_changes_neither_logits_nor_gradients(variant):
-    model = variant("qwen3")
+    network = variant("qwen3").network.replace(scheme=A4KV4)
 
     def loss(embed, remat):
-        params = model.params.replace(embed=embed)
-        logits = forward(params, jnp.asarray(TOKENS), model.config, remat=remat, scheme=A4KV4)
+        changed = network.replace(params=network.params.replace(embed=embed))
+        logits = forward(changed, jnp.asarray(TOKENS), remat=remat)
         return jax.nn.logsumexp(logits, axis=-1).mean()
 
     (plain, g), (again, h) = (
-        jax.value_and_grad(loss)(model.params.embed, remat) for remat in (False, True)
+        jax.value_and_grad(loss)(network.params.embed, remat) for remat in (False, True)
     )
     assert relative(again, plain) < 1e-6
     assert relative(h, g) < 1e-4
@@ -89,11 +93,12 @@ def test_compute_in_bfloat16(variant):
     assert 1e-4 < relative(logits.astype(jnp.float32), run(model)) < 0.1
 
 
-def test_taps_show_the_input_of_every_site(variant):
+def test_a_hook_sees_the_input_of_every_site(variant):
     model = variant("llama-biases")
-    taps = np.array([1, 30, 5])
-    logits, seen = run(model, taps=jnp.asarray(taps))
+    some = np.array([1, 30, 5])
+    logits, seen = look(model)
     np.testing.assert_array_equal(logits, run(model))
+    seen = {site: x[:, some] for site, x in seen.items()}
     assert {name: x.shape for name, x in seen.items()} == {
         "qkv": (3, 3, 48),
         "o": (3, 3, 48),
@@ -102,8 +107,9 @@ def test_taps_show_the_input_of_every_site(variant):
         "keys": (3, 3, 2, 12),
         "values": (3, 3, 2, 12),
     }
-    layers = model.params.layers
-    x = np.asarray(model.params.embed)[TOKENS.ravel()[taps]]
+    params = model.network.params
+    layers = params.layers
+    x = np.asarray(params.embed)[TOKENS.ravel()[some]]
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(layers.attention_norm[0])
     np.testing.assert_allclose(seen["qkv"][0], x, rtol=1e-5, atol=1e-6)
     v = x @ np.asarray(layers.v.weight[0]) + np.asarray(layers.v.bias[0])
@@ -116,12 +122,11 @@ def test_taps_show_the_input_of_every_site(variant):
     np.testing.assert_allclose(seen["down"], gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-5)
 
 
-def test_taps_do_not_depend_on_rotations_that_are_not_fused(variant):
+def test_a_hook_sees_nothing_of_rotations_that_are_not_fused(variant):
     model = variant("qwen2")
-    taps = jnp.arange(24)
-    rotations = random_rotations(model.config, 0)
-    plain, turned = run(model, taps=taps), run(model, taps=taps, rotations=rotations)
-    for a, b in zip(jax.tree.leaves(turned), jax.tree.leaves(plain), strict=True):
+    rotations = Transform(random_rotations(model.network.config, 0))
+    plain, rotated = look(model), look(model, online=rotations)
+    for a, b in zip(jax.tree.leaves(rotated), jax.tree.leaves(plain), strict=True):
         assert relative(a, b) < 1e-5
 
 
@@ -134,11 +139,10 @@ def test_overrides_to_16_bits_switch_the_scheme_off(variant):
 
 def test_an_override_acts_on_its_layer_only(variant):
     model = variant("mistral")
-    taps = jnp.arange(48)
     one = Scheme(overrides=(Override("layers.1.*", activations=4, keys=4, values=4),))
     others = Override("layers.[02].*", activations=16, keys=16, values=16)
-    _, plain = run(model, taps=taps)
-    logits, seen = run(model, taps=taps, scheme=one)
+    _, plain = look(model)
+    logits, seen = look(model, scheme=one)
     same = {
         site: [relative(seen[site][i], plain[site][i]) < 1e-6 for i in range(3)] for site in SITES
     }
@@ -159,9 +163,9 @@ def test_an_override_acts_on_its_layer_only(variant):
 )
 def test_each_grid_sits_at_its_site(variant, match, role, changed):
     model = variant("mistral")
-    _, plain = run(model, taps=jnp.arange(48))
+    _, plain = look(model)
     scheme = Scheme(overrides=(Override(match, **{role: 4}),))
-    _, seen = run(model, taps=jnp.arange(48), scheme=scheme)
+    _, seen = look(model, scheme=scheme)
     after = {site for site in SITES if relative(seen[site][1], plain[site][1]) > 1e-6}
     if relative(seen["qkv"][2], plain["qkv"][2]) > 1e-6:
         after.add("next")
