@@ -10,16 +10,7 @@ import numpy as np
 from qrot.report import page
 from qrot.report.curves import by_layer
 from qrot.report.heatmap import heat, scale_bar
-
-TITLES = {
-    "residual": "residual stream",
-    "qkv": "input of q, k, v",
-    "keys": "keys",
-    "values": "values",
-    "o": "input of o",
-    "gate_up": "input of gate, up",
-    "down": "input of down",
-}
+from qrot.sites import SITES
 
 
 def anatomy_sections(found: dict[str, Any]) -> list[str]:
@@ -57,6 +48,14 @@ def anatomy_sections(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _title(place: str) -> str:
+    """A site in words, or the residual stream, which is none."""
+    site = SITES.get(place)
+    if site is None:
+        return "residual stream"
+    return site.name if site.cached else f"input of {', '.join(site.readers)}"
+
+
 def _panels(found: dict[str, Any], figure: str, unit: str) -> str:
     series = {
         name: site[figure]
@@ -72,7 +71,7 @@ def _panels(found: dict[str, Any], figure: str, unit: str) -> str:
     ]
     if not limits:
         return ""
-    return page.panels(by_layer(TITLES[n], site, unit, limits) for n, site in series.items())
+    return page.panels(by_layer(_title(n), site, unit, limits) for n, site in series.items())
 
 
 def _activation(found: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from qrot.study.compare import Difference
+from qrot.report.results import spread
 from qrot.report.svg import (
     LETTER,
     NARROW,
@@ -23,7 +23,7 @@ from qrot.report.svg import (
     wide_span,
     words,
 )
-from qrot.run.results import spread
+from qrot.study.compare import Difference
 
 BAR = 14
 SEED = 3.6  # radius of a dot
@@ -139,6 +139,14 @@ def perplexity(bars: Sequence[Bar], width: Number, unit: str = "perplexity") -> 
 
     From zero; where values are more than `SPAN` times apart, on a logarithmic scale from full
     precision, so that a bar is as long as what is lost in nats.
+
+    Args:
+        bars: one a row.
+        width: of the picture.
+        unit: of the values.
+
+    Returns:
+        The picture as SVG.
     """
     every = [x for bar in bars for x in bar.finite]
     rows, log = Rows(width, [bar.name for bar in bars], 118), logarithmic(bars)
@@ -179,7 +187,15 @@ def whisker(low: Number, high: Number, y: Number) -> list[str]:
 
 
 def differences(found: Sequence[tuple[str, Difference | None]], width: Number) -> str:
-    """Nats above the reference with their intervals; the reference itself is None."""
+    """Nats above the reference with their intervals.
+
+    Args:
+        found: the name of each row and its difference; None for the reference itself.
+        width: of the picture.
+
+    Returns:
+        The picture as SVG.
+    """
     reach = [0.0]
     for _, one in found:
         if one is not None:
@@ -213,7 +229,15 @@ def differences(found: Sequence[tuple[str, Difference | None]], width: Number) -
 
 
 def seconds(found: Sequence[tuple[str, dict[str, Number]]], width: Number) -> str:
-    """Seconds a seed of each method, and what they went into: {part: seconds} from the left."""
+    """Seconds a seed of each method, and what they went into.
+
+    Args:
+        found: the name of each method, and its seconds by part from the left.
+        width: of the picture.
+
+    Returns:
+        The picture as SVG.
+    """
     rows = Rows(width, [name for name, _ in found], 90)
     longest = max(sum(parts.values()) for _, parts in found)
     scale = Scale(0, longest * 1.02 or 1.0, rows.left, rows.right)

@@ -7,29 +7,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qrot.study.compare import (
-    COLUMNS,
-    NOTE,
-    Group,
-    Run,
-    difference,
-    differing,
-    lines,
-    together,
-)
+from qrot.files import write_text
 from qrot.report import page
 from qrot.report.bars import Bar, caption, differences, perplexity
+from qrot.report.differences import COLUMNS, NOTE, WORDS, lines
+from qrot.report.results import title
 from qrot.report.svg import both
-from qrot.run.results import title, write_text
+from qrot.run.results import FULL_PRECISION
+from qrot.study.compare import Group, Run, difference, differing, together
 
 
 def write_comparison(file: Path, runs: Sequence[Run], groups: Sequence[Group], base: Group) -> None:
-    """Write the page whole or not at all; raises OSError where it cannot be written."""
+    """Write the page whole or not at all.
+
+    Args:
+        file: to write.
+        runs, groups, base: as for `comparison`.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
     write_text(file, comparison(runs, groups, base))
 
 
 def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str:
-    """The page: groups side by side, their differences from `base`, and what sets runs apart."""
+    """The page: groups side by side, their differences, and what sets runs apart.
+
+    Args:
+        runs: that the groups come from.
+        groups: see `qrot.study.compare.grouped`.
+        base: the one of them that the others are compared with.
+
+    Returns:
+        The page as HTML.
+    """
     everything = together(runs)
     protocol = everything["protocol"]
     bars = _bars(groups)
@@ -42,7 +53,7 @@ def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str
                 "Bars: means. Whiskers: 95 % intervals. Broken and pale: not to be told from the "
                 "spread over seeds.",
             ),
-            page.table(COLUMNS, lines(groups, base), ("row", "verdict")),
+            page.table(COLUMNS, lines(groups, base), WORDS),
             page.note(NOTE),
         ),
         page.section(
@@ -66,7 +77,7 @@ def comparison(runs: Sequence[Run], groups: Sequence[Group], base: Group) -> str
 
 def _bars(groups: Sequence[Group]) -> list[Bar]:
     """The best of what is rounded stands out; the last of the groups loses least."""
-    rounded = [g for g in groups if any(row["method"] != "full_precision" for row in g.rows)]
+    rounded = [g for g in groups if any(row["method"] != FULL_PRECISION for row in g.rows)]
     bars = []
     for group in groups:
         values = {seed: row["perplexity"] for seed, row in zip(group.nll, group.rows, strict=True)}

@@ -24,7 +24,16 @@ Points = list[tuple[Number, Number]]
 
 
 def learning(runs: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, width: Number) -> str:
-    """Loss by step of each seed, from the lines of its metrics.jsonl: training, and held out."""
+    """Loss by step of each seed: training, and held out.
+
+    Args:
+        runs: the name of each, and the lines of its metrics.jsonl.
+        unit: of the loss.
+        width: of the picture.
+
+    Returns:
+        The picture as SVG.
+    """
     drawn = [(name, _points(h, "loss"), _points(h, "held_out")) for name, h in runs]
     every = [loss for _, training, held_out in drawn for _, loss in training + held_out]
     last = max((step for _, *both in drawn for points in both for step, _ in points), default=1)
@@ -64,7 +73,14 @@ def learning(runs: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, width:
 def by_layer(title: str, series: dict[str, list[Number]], unit: str, limits: list[Number]) -> str:
     """A small panel: a number by layer, `before` broken, `after` full.
 
-    limits: values that the scale is to show, so that panels share it.
+    Args:
+        title: of the panel.
+        series: values by layer, under `before` and `after`.
+        unit: of the values.
+        limits: values that the scale is to show, so that panels share it.
+
+    Returns:
+        The picture as SVG.
     """
     width, height, left, bottom = 200, 150, 34, 22
     y = _vertical(limits, 24, height - bottom)

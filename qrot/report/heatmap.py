@@ -24,9 +24,17 @@ def heat(
     size: tuple[int, int],
     loud: Sequence[Sequence[Number]] = (),
 ) -> str:
-    """|x| on a logarithmic scale of colours from limits[0] or less to limits[1] or more.
+    """|x| on a logarithmic scale of colours.
 
-    size: tokens and channels that the cells stand for. loud: channels to name, and their largest.
+    Args:
+        cells: |x|, each the largest of what it stands for.
+        limits: the ends of the scale: so much or less, so much or more.
+        title: of the picture, for those who do not see it.
+        size: tokens and channels that the cells stand for.
+        loud: channels to name, and their largest |x|.
+
+    Returns:
+        The picture as SVG.
     """
     low, high = np.log(limits)
     share = (np.log(np.maximum(cells, limits[0])) - low) / max(high - low, 1e-9)

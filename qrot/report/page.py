@@ -14,7 +14,16 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, lead: str, parts: Iterable[str]) -> str:
-    """A whole page; `lead` is the line below the title, `parts` are sections."""
+    """A whole page.
+
+    Args:
+        title: its heading.
+        lead: the line below the heading.
+        parts: sections, as HTML.
+
+    Returns:
+        The page as HTML.
+    """
     style = STYLE.read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -85,8 +94,15 @@ def figures_of(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str]) -> str:
-    """A table that scrolls in its own box, without columns that are empty; columns named in `words`
-    hold no numbers.
+    """A table that scrolls in its own box, without columns that are empty.
+
+    Args:
+        columns: their names.
+        rows: cells under them.
+        words: names of columns that hold no numbers.
+
+    Returns:
+        The table as HTML.
     """
     rows = list(rows)
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]

@@ -4,65 +4,99 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from qrot.run.anatomy import FILE as ANATOMY
-from qrot.report.plot import UNITS
+from qrot.files import write_text
 from qrot.report import page
 from qrot.report.anatomy import anatomy_sections
 from qrot.report.bars import Bar, caption, perplexity, seconds
 from qrot.report.curves import learning
+from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
-from qrot.run.results import (
-    bits,
-    cells,
-    columns,
-    notes,
-    read_results,
-    spread,
-    title,
-    write_text,
-)
-from qrot.report.tables import by_method
-from qrot.learn.loop import load_history
+from qrot.report.tables import by_method, is_learned
+from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_metrics, read_results
 
 FILE = "report.html"
+PICTURE = "learning.png"
 PARTS = {"learning": "learning", "weights": "rounding weights", "rest": "fusing, judging, the rest"}
 
 
-def write_report(folder: Path) -> None:
-    """Write report.html beside results.json, whole or not at all.
+class History(NamedTuple):
+    """How a row was learned: the row, the folder of its files, and the lines of metrics.jsonl."""
 
-    Raises InputError where a file of the folder is damaged, OSError where it cannot be written.
+    row: dict[str, Any]
+    folder: Path
+    lines: list[dict[str, Any]]
+
+    @property
+    def unit(self) -> str:
+        """Of the loss; runs of older versions have no record of it."""
+        return self.row.get("unit") or self.row["objective"].replace("_", " ")
+
+
+def write_report(folder: Path) -> None:
+    """Write report.html into a run folder, and learning.png beside what was learned in it.
+
+    Each file is written whole or not at all. Nothing is written where there are no results.
+
+    Args:
+        folder: of a run.
+
+    Raises:
+        InputError: where a file of the folder is damaged.
+        OSError: where one cannot be written.
     """
-    results = read_results(folder / "results.json")
+    results = read_results(folder / RESULTS)
     if results is None or not results["rows"]:
         return
+    learned = histories(folder, results)
+    for history in learned:
+        _plot(history, page.model_name(results["protocol"]))
     anatomy = read_results(folder / ANATOMY)
     settings = (folder / "config.yaml").read_text(encoding="utf-8")
-    write_text(folder / FILE, report(results, histories(folder, results), anatomy, settings))
+    write_text(folder / FILE, report(results, learned, anatomy, settings))
 
 
-def histories(folder: Path, results: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """How the rows that were learned here came about: seed and lines of metrics.jsonl."""
+def histories(folder: Path, results: dict[str, Any]) -> list[History]:
+    """How the rows that were learned in this folder came about.
+
+    Args:
+        folder: of the run.
+        results: the contents of its results.json.
+    """
     found = []
     for row in results["rows"]:
-        if row["method"] == "learned" and "rotations" in row:
-            file = (folder / row["rotations"]).parent / "metrics.jsonl"
-            if file.exists():
-                found.append((f"seed {row['seed']}", load_history(file)))
+        if is_learned(row) and "rotations" in row:
+            own = (folder / row["rotations"]).parent
+            if (own / METRICS).exists():
+                found.append(History(row, own, read_metrics(own / METRICS)))
     return found
+
+
+def _plot(history: History, model: str) -> None:
+    from qrot.report.plot import plot_learning  # matplotlib takes a moment
+
+    row = history.row
+    name = f"{model}, {scheme_name(row)}, seed {row['seed']}"
+    plot_learning(history.lines, history.unit, name, history.folder / PICTURE)
 
 
 def report(
     results: dict[str, Any],
-    learned: list[tuple[str, list[dict[str, Any]]]],
+    learned: list[History],
     anatomy: dict[str, Any] | None,
     settings: str,
 ) -> str:
     """The page; what is not there is left out.
 
-    learned: see `histories`. anatomy: see `qrot.run.anatomy`. settings: config.yaml.
+    Args:
+        results: the contents of results.json.
+        learned: see `histories`.
+        anatomy: the contents of anatomy.json, or None.
+        settings: the text of config.yaml.
+
+    Returns:
+        The page as HTML.
     """
     rows, protocol = results["rows"], results["protocol"]
     at = f" at {bits(rows)}" if bits(rows) else ""
@@ -77,7 +111,7 @@ def report(
         ),
         page.section("Perplexity", *_perplexity(rows)),
         *(anatomy_sections(anatomy) if anatomy else ()),
-        page.section("Learning", *_learning(rows, learned)),
+        page.section("Learning", *_learning(learned)),
         page.section("Cost", *_cost(rows)),
         page.section(
             "Protocol and settings",
@@ -93,9 +127,9 @@ def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Full precision, the best of the rest, and the distance between them."""
     means = {m: statistics.fmean(r["nll"] for r in group) for m, group in by_method(rows).items()}
     found = []
-    full = means.pop("full_precision", None)
+    full = means.pop(FULL_PRECISION, None)
     if full is not None:
-        own = [row["perplexity"] for row in rows if row["method"] == "full_precision"]
+        own = [row["perplexity"] for row in rows if row["method"] == FULL_PRECISION]
         found.append(("Full precision", spread(own), "perplexity"))
     if means:
         best = min(means, key=means.__getitem__)
@@ -111,8 +145,8 @@ def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def _bars(rows: list[dict[str, Any]], key: str) -> list[Bar]:
     groups = by_method(rows)
     means = {m: statistics.fmean(r["nll"] for r in group) for m, group in groups.items()}
-    best = min((m for m in means if m != "full_precision"), key=means.__getitem__, default=None)
-    kinds: dict[str | None, Any] = {"full_precision": "full", best: "best"}
+    best = min((m for m in means if m != FULL_PRECISION), key=means.__getitem__, default=None)
+    kinds: dict[str | None, Any] = {FULL_PRECISION: "full", best: "best"}
     return [
         Bar(
             method.replace("_", " "),
@@ -132,16 +166,16 @@ def _perplexity(rows: list[dict[str, Any]]) -> list[str]:
     return drawn
 
 
-def _learning(rows, learned) -> list[str]:
-    if not any("held_out" in line or "loss" in line for _, lines in learned for line in lines):
+def _learning(learned: list[History]) -> list[str]:
+    if not any("held_out" in line or "loss" in line for one in learned for line in one.lines):
         return []
-    objective = next(row["objective"] for row in rows if row["method"] == "learned")
-    unit: str = UNITS.get(objective, str(objective))
+    unit = learned[0].unit
     below = (
         f"{unit[0].upper()}{unit[1:]}. With dots: windows held out of training. Thin: training "
         "batches. Ring and number: the best, whose rotations are kept."
     )
-    return [page.figure(both(lambda width: learning(learned, unit, width)), below)]
+    told = [(f"seed {one.row['seed']}", one.lines) for one in learned]
+    return [page.figure(both(lambda width: learning(told, unit, width)), below)]
 
 
 def _cost(rows: list[dict[str, Any]]) -> list[str]:

@@ -14,9 +14,20 @@ def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def is_learned(row: dict[str, Any]) -> bool:
+    """Whether what a row judges was learned in its run."""
+    return "optimiser" in row
+
+
 def markdown_table(
     columns: Sequence[str], lines: Iterable[Sequence[str]], words: Collection[str]
 ) -> str:
-    """Lines of cells below their columns; those named in `words` hold no numbers."""
+    """A table in Markdown.
+
+    Args:
+        columns: their names.
+        lines: cells under them.
+        words: names of columns that hold no numbers.
+    """
     rule = ["---" if name in words else "---:" for name in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [columns, rule, *lines]) + "\n"

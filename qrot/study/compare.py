@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
@@ -15,34 +13,43 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich import box
-from rich.table import Table
 from scipy import stats
 
 from qrot.errors import InputError, located
-from qrot.run.config import first_difference
-from qrot.run.results import read_results, spread
-from qrot.report.tables import markdown_table
+from qrot.files import first_difference
+from qrot.run.results import FULL_PRECISION, RESULTS, read_results
 
 LEVEL = 0.95  # of the intervals
 # No settings of a row.
-_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track")
+_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track", "keep")
 _MOST = 3  # settings in the name of a row; the run's folder stands for more
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder."""
+    """One run folder.
+
+    Attributes:
+        folder: its path.
+        name: the way to it from what was asked for, without parts such as seed0.
+        settings: of its configuration, by dotted key.
+        results: the contents of its results.json.
+    """
 
     folder: Path
-    name: str  # the way to it from what was asked for, without parts such as seed0
-    settings: dict[str, Any]  # by dotted key
+    name: str
+    settings: dict[str, Any]
     results: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is compared: rows that differ in nothing but the seed."""
+    """What is compared: rows that differ in nothing but the seed.
+
+    Attributes:
+        name: the method and what sets the rows apart from other groups.
+        rows: of results.json.
+    """
 
     name: str
     rows: list[dict[str, Any]]
@@ -57,8 +64,11 @@ class Group:
 class Difference:
     """Nats a token of one group above another, and what may be said of it.
 
-    interval: of confidence, at LEVEL; None where there are not the seeds for it. paired: whether
-    the seeds were paired.
+    Attributes:
+        mean: of the difference.
+        interval: of confidence, at LEVEL; None where there are not the seeds for it.
+        paired: whether the seeds were paired.
+        verdict: in words.
     """
 
     mean: float
@@ -68,28 +78,23 @@ class Difference:
 
 
 def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
-    """All runs in some folders, each a run folder or a folder of them.
+    """All runs in some folders.
 
-    other: with what they measured on the other text in place of the first. Raises InputError where
-    there is none, one is damaged, one has no other text, or two were measured by different
-    protocols, whose numbers are no numbers to compare.
+    Args:
+        folders: each a run folder or a folder of them.
+        other: with what they measured on the other text in place of the first.
+
+    Raises:
+        InputError: where there is none, one is damaged, one has no other text, or two were measured
+            by different protocols, whose numbers are no numbers to compare.
     """
     runs = []
     for folder in folders:
-        files = sorted(folder.rglob("results.json"))
+        files = sorted(folder.rglob(RESULTS))
         if not files:
             raise InputError(f"{folder}: no run folder, and none in it")
-        for file in files:
-            results = read_results(file)
-            if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
-                raise InputError(f"{file}: not the results of a run")
-            if other:
-                with located(file):
-                    results = on_the_other_text(results)
-            above = folder if len(folders) == 1 else folder.parent
-            parts = file.parent.relative_to(above).parts
-            name = "/".join(part for part in parts if not re.fullmatch(r"seed\d+", part))
-            runs.append(Run(file.parent, name, _settings(file.parent / "config.yaml"), results))
+        above = folder if len(folders) == 1 else folder.parent
+        runs += [_read_run(file, above, other) for file in files]
     first = runs[0]
     for run in runs[1:]:
         key = first_difference(first.results["protocol"], run.results["protocol"])
@@ -102,10 +107,24 @@ def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
     return runs
 
 
+def _read_run(file: Path, above: Path, other: bool) -> Run:
+    """The run of a results.json, named by the way to it from the folder above."""
+    results = read_results(file)
+    if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
+        raise InputError(f"{file}: not the results of a run")
+    if other:
+        with located(file):
+            results = on_the_other_text(results)
+    parts = file.parent.relative_to(above).parts
+    name = "/".join(part for part in parts if not re.fullmatch(r"seed\d+", part))
+    return Run(file.parent, name, _settings(file.parent / "config.yaml"), results)
+
+
 def on_the_other_text(results: dict[str, Any]) -> dict[str, Any]:
     """Results as if the other text had been the one that was judged on.
 
-    Raises InputError where there was none.
+    Raises:
+        InputError: where there was none.
     """
     protocol = dict(results["protocol"])
     if "other_text" not in protocol:
@@ -125,35 +144,36 @@ def together(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
-    """Rows that differ in nothing but the seed, named by method and what sets them apart; the
-    largest loss first.
+    """Rows that differ in nothing but the seed, named by method and what sets them apart.
 
-    by: keys of the configuration, such as `scheme.keys.bits`; without any, those in which the runs
-    differ, or the run's folder where they are many. Raises InputError where a key is not known,
-    and where two rows have the same name and seed.
+    Args:
+        runs: see `read_runs`.
+        by: keys of the configuration, such as `scheme.keys.bits`; without any, those in which the
+            runs differ, or the run's folder where they are many.
+
+    Returns:
+        The groups, the largest loss first.
+
+    Raises:
+        InputError: where a key is not known, and where two rows have the same name and seed.
     """
     for key in by:
         if not any(key in run.settings for run in runs):
             raise InputError(f"--by {key}: no run has this key")
     keys = list(by) or differing(runs)
+    apart = {run.folder: _apart(run, keys, named=bool(by) or len(keys) <= _MOST) for run in runs}
+    sets: dict[str, set[tuple[str, ...]]] = {}  # by method, what sets its rows apart
+    for run in runs:
+        for row in run.results["rows"]:
+            sets.setdefault(row["method"], set()).add(apart[run.folder])
     found: dict[str, dict[int | None, dict[str, Any]]] = {}
-    parts = {}
-    for run in runs:
-        if by or len(keys) <= _MOST:
-            parts[run.folder] = [f"{key}={_plain(run.settings.get(key))}" for key in keys]
-        else:
-            parts[run.folder] = [run.name]
-    sets: dict[str, set] = {}  # by method, what sets its rows apart
     for run in runs:
         for row in run.results["rows"]:
-            sets.setdefault(row["method"], set()).add(tuple(parts[run.folder]))
-    for run in runs:
-        for row in run.results["rows"]:
-            full = row["method"] == "full_precision"  # on no grid: the same whatever the settings
-            apart = [] if full or (len(sets[row["method"]]) == 1 and not by) else parts[run.folder]
-            name = ", ".join([row["method"].replace("_", " "), *apart])
-            rows = found.setdefault(name, {})
-            seed = _seed(row)
+            full = row["method"] == FULL_PRECISION  # on no grid: the same whatever the settings
+            alone = full or (len(sets[row["method"]]) == 1 and not by)
+            parts = () if alone else apart[run.folder]
+            name = ", ".join([row["method"].replace("_", " "), *parts])
+            rows, seed = found.setdefault(name, {}), _seed(row)
             if seed in rows and not full:
                 raise InputError(
                     f"two rows are '{name}' with seed {seed}: say with --by what sets them "
@@ -164,11 +184,17 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     return sorted(groups, key=lambda group: -statistics.fmean(group.nll.values()))
 
 
+def _apart(run: Run, keys: Sequence[str], *, named: bool) -> tuple[str, ...]:
+    """What sets the rows of a run apart: values of its settings, or where it is."""
+    return tuple(f"{k}={_plain(run.settings.get(k))}" for k in keys) if named else (run.name,)
+
+
 def difference(group: Group, base: Group) -> Difference:
-    """How many nats `group` is above `base`.
+    """How many nats a token `group` is above `base`.
 
     Where both have the same seeds, the mean of the differences seed by seed with Student's interval
-    for it; otherwise the difference of the means with Welch's. What has no seed does not vary.
+    for it; otherwise the difference of the means with Welch's (1947). What has no seed does not
+    vary.
     """
     ours, theirs = group.nll, base.nll
     mean = statistics.fmean(ours.values()) - statistics.fmean(theirs.values())
@@ -212,35 +238,15 @@ def _welch(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float] | None:
     return float(interval.low), float(interval.high)
 
 
-NOTE = (
-    f"Nats a token above the reference, with the {LEVEL:.0%} interval that the spread over seeds "
-    "gives: of the differences seed by seed where both rows have the same seeds (Student), else of "
-    "the difference of the means (Welch). The text is the same for all and is not in it."
-)
-COLUMNS = ("row", "seeds", "perplexity", "nats above", f"{LEVEL:.0%} interval", "verdict")
-
-
-def lines(groups: Sequence[Group], base: Group) -> list[tuple[str, ...]]:
-    """A line of text cells for each group, under `COLUMNS`."""
-    out = []
-    for group in groups:
-        seeds = str(sum(seed is not None for seed in group.nll) or "")
-        ppl = spread([row["perplexity"] for row in group.rows])
-        if group is base:
-            out.append((group.name, seeds, ppl, "", "", "reference"))
-            continue
-        found = difference(group, base)
-        interval = ""
-        if found.interval is not None:
-            interval = f"{found.interval[0]:+.3f} to {found.interval[1]:+.3f}"
-        out.append((group.name, seeds, ppl, f"{found.mean:+.3f}", interval, found.verdict))
-    return out
-
-
 def chosen(groups: Sequence[Group], against: str | None) -> Group:
-    """The group that the others are compared with: by name, or the first one.
+    """The group that the others are compared with.
 
-    Raises InputError where no name, or more than one, begins like that.
+    Args:
+        groups: see `grouped`.
+        against: its name or how it begins; None for the first one.
+
+    Raises:
+        InputError: where no name, or more than one, begins like that.
     """
     if against is None:
         return groups[0]
@@ -250,31 +256,6 @@ def chosen(groups: Sequence[Group], against: str | None) -> Group:
         names = "; ".join(group.name for group in near or groups)
         raise InputError(f"--against {against}: {'none' if not near else 'several'} of {names}")
     return near[0]
-
-
-def terminal(found: list[tuple[str, ...]]) -> Table:
-    """The lines as a table for a terminal."""
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in COLUMNS:
-        words = name in ("row", "verdict")
-        drawn.add_column(
-            name, justify="left" if words else "right", no_wrap=not words, overflow="fold"
-        )
-    for line in found:
-        drawn.add_row(*line)
-    return drawn
-
-
-def markdown(found: list[tuple[str, ...]]) -> str:
-    """The lines as a table in Markdown."""
-    return markdown_table(COLUMNS, found, ("row", "verdict"))
-
-
-def as_csv(found: list[tuple[str, ...]]) -> str:
-    """The lines as comma-separated values."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *found])
-    return text.getvalue()
 
 
 def _settings(file: Path) -> dict[str, Any]:
