@@ -1,15 +1,22 @@
-# What a user runs: make demo | test. What CI runs besides: make lint | docs | notebooks | test-core.
+# What a user runs: make demo | test. What CI runs besides: make lint | docs | notebooks | test-newest |
+# test-lowest.
 # What compiles the kernels for accelerators that are not there: make aot-tpu | aot-gpu
 # (docs/kernels.md).
 PYTHON ?= python3
 VENV ?= .venv
 CORE = $(VENV)-core
+LOWEST = $(VENV)-lowest
 DOCS = $(VENV)-docs
 TPU = $(VENV)-tpu
 CUDA = $(VENV)-cuda
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-core notebooks aot-tpu aot-gpu lint docs clean
+# What depends on the versions of JAX and of the libraries around it.
+CORE_TESTS = $(addprefix tests/test_,$(addsuffix .py,grid grid_gradients hadamard kernels \
+	kernels_gpu kv4_kernels sites rotations forward fuse walk decode packed stiefel learn gptq keep \
+	load load_gguf run sweep))
+
+.PHONY: demo test test-core test-newest test-lowest notebooks aot-tpu aot-gpu lint docs clean
 
 demo: $(VENV)/installed $(VENV)/model
 	$(VENV)/bin/qrot run configs/demo.yaml
@@ -21,6 +28,15 @@ test: $(VENV)/dev $(VENV)/model
 # The suite without PyTorch: make test-core PYTHON=python3.13 VENV=.venv-313
 test-core: $(CORE)/core $(CORE)/model
 	$(CORE)/bin/python -m pytest -n 2 --dist loadfile
+
+# The chosen core with the newest libraries of a newer Python:
+# make test-newest PYTHON=python3.13 VENV=.venv-313
+test-newest: $(CORE)/core $(CORE)/model
+	$(CORE)/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
+
+# The same with the oldest versions that pyproject.toml allows.
+test-lowest: $(LOWEST)/lowest $(LOWEST)/model
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 
 aot-tpu: $(TPU)/aot
 	$(TPU)/bin/python -m pytest -m aot_tpu tests/test_aot.py
@@ -46,8 +62,8 @@ docs: $(DOCS)/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(CORE) $(DOCS) $(TPU) $(CUDA) site build dist *.egg-info
-	rm -rf .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CORE) $(LOWEST) $(DOCS) $(TPU) $(CUDA) site build dist *.egg-info
+	rm -rf .cache .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find qrot tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed once, until pyproject.toml changes.
@@ -61,6 +77,12 @@ $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 
 $(CORE)/core: pyproject.toml | $(CORE)/bin/python
 	$(CORE)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+$(LOWEST)/lowest: pyproject.toml | $(LOWEST)/bin/python
+	$(LOWEST)/bin/python -c 'import tomllib; print(*(name.replace(">=", "==") for name in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]), sep="\n")' \
+		> $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[test]"
 	touch $@
 
 # Under 1 GB with libtpu, 5.5 GB with CUDA.

@@ -33,10 +33,12 @@ class Site:
         name: of the site.
         width: values of one token there, all heads together.
         grid: the field of `Scheme` that says how they are rounded.
-        rotation: the rotation that acts there, by its name in `Transform.rotations`.
-        scale: the log-scales that act there, by their name in `Transform.scales`.
-        readers: the projections that read the site; none of them where it is the cache.
-        per_head: whether the rotation turns each head by itself.
+        rotation: the rotation that acts there, by its name in `Transform.rotations`; None for none.
+        scale: the log-scales that act there, by their name in `Transform.scales`; None for none.
+        readers: the projections that read the site.
+        per_head: whether the rotation acts on each head by itself.
+        cached: whether it is a part of the cache: [..., kv_heads, head_dim], where others are
+            [..., width].
         scale_first: whether the scales act before the rotation; otherwise after it.
         online: whether the rotation acts at run time even when it is fused, as nothing that writes
             the site can hold it. Its inverse is in the readers, or for keys in the queries.
@@ -45,17 +47,13 @@ class Site:
     name: str
     width: Callable[[Sizes], int]
     grid: str
-    rotation: str
-    scale: str
+    rotation: str | None = None
+    scale: str | None = None
     readers: tuple[str, ...] = ()
     per_head: bool = False
+    cached: bool = False
     scale_first: bool = False
     online: bool = False
-
-    @property
-    def cached(self) -> bool:
-        """Whether it is the cache: [..., kv_heads, head_dim], where others are [..., width]."""
-        return not self.readers
 
     def rotation_size(self, sizes: Sizes) -> int:
         """The order of the rotation that acts here."""
@@ -78,14 +76,32 @@ def _intermediate(sizes: Sizes) -> int:
     return sizes.intermediate_size
 
 
-_ACTIVATIONS = "activations"
 _ROWS = (
-    Site("qkv", _hidden, _ACTIVATIONS, "residual", "qkv", ("q", "k", "v")),
-    Site("keys", _kv_heads, "keys", "key", "keys", (), True, scale_first=True, online=True),
-    Site("values", _kv_heads, "values", "value", "values", (), True),
-    Site("o", _heads, _ACTIVATIONS, "value", "values", ("o",), True),
-    Site("gate_up", _hidden, _ACTIVATIONS, "residual", "gate_up", ("gate", "up")),
-    Site("down", _intermediate, _ACTIVATIONS, "down", "down", ("down",), False, True, True),
+    Site("qkv", _hidden, "activations", "residual", "qkv", ("q", "k", "v")),
+    Site(
+        "keys",
+        _kv_heads,
+        "keys",
+        "key",
+        "keys",
+        per_head=True,
+        cached=True,
+        scale_first=True,
+        online=True,
+    ),
+    Site("values", _kv_heads, "values", "value", "values", per_head=True, cached=True),
+    Site("o", _heads, "activations", "value", "values", ("o",), per_head=True),
+    Site("gate_up", _hidden, "activations", "residual", "gate_up", ("gate", "up")),
+    Site(
+        "down",
+        _intermediate,
+        "activations",
+        "down",
+        "down",
+        ("down",),
+        scale_first=True,
+        online=True,
+    ),
 )
 SITES: dict[str, Site] = {site.name: site for site in _ROWS}
 # The sites that projections read, in the order of a layer, and the site that each of them reads.
@@ -99,5 +115,7 @@ def rotation_site(rotation: str) -> Site:
     return next(site for site in SITES.values() if site.rotation == rotation)
 
 
-ROTATIONS: tuple[str, ...] = tuple(dict.fromkeys(site.rotation for site in SITES.values()))
+ROTATIONS: tuple[str, ...] = tuple(
+    dict.fromkeys(site.rotation for site in SITES.values() if site.rotation is not None)
+)
 ONLINE: tuple[str, ...] = tuple(name for name in ROTATIONS if rotation_site(name).online)

@@ -18,7 +18,7 @@ from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.linear import in_integers, linear
 from qrot.model.params import Layers, PackedLinear
 from qrot.rotation.basis import IDENTITY, Basis, site_bases
-from qrot.rotation.forms import Hadamard, rotate
+from qrot.rotation.forms import Hadamard, Rotation, rotate
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import LayerScheme
 from qrot.sites import SITES
@@ -107,7 +107,7 @@ def decoder_layer(
     x = sites.round_trip("gate_up", seen("gate_up", rms_norm(h, layer.mlp_norm, eps)))
     x = jax.nn.silu(project("gate", x)) * project("up", x)
     if hook is None and sites.in_one_pass("down"):
-        x = sites.turned_and_rounded("down", x)
+        x = sites.rotated_and_rounded("down", x)
     else:
         x = sites.round_trip("down", seen("down", sites.enter("down", x)))
     return h + project("down", x)
@@ -122,7 +122,7 @@ class _Sites:
         self.online, self.scale_gradient = online, context.scale_gradient
         self.integers = {*context.packed_cache, *_integer_sites(layer, context.grids)}
         if self.integers and not self.fused:
-            raise ValueError("what is turned back after rounding is no integer: fuse first")
+            raise ValueError("what is rotated back after rounding is no integer: fuse first")
         if isinstance(online, Transform):
             self.bases = site_bases(online, context.config.head_dim)
             self.shifts = {n: self.bases[n].forward(mu) for n, mu in online.shifts.items()}
@@ -131,7 +131,10 @@ class _Sites:
 
     def enter(self, name: str, x: Array) -> Array:
         """What acts on the way to weights that hold its inverse, whether x is rounded or not."""
-        return rotate(x, self.online.rotations.get(SITES[name].rotation)) if self.fused else x
+        return rotate(x, self._rotation(name)) if self.fused else x
+
+    def _rotation(self, name: str) -> Rotation | None:
+        return self.online.rotations.get(SITES[name].rotation or "")
 
     def forward(self, name: str, x: Array) -> Array:
         return self.bases[name].forward(x)
@@ -157,17 +160,16 @@ class _Sites:
 
     def in_one_pass(self, name: str) -> bool:
         """Whether what acts online here and rounding to integers are one kernel."""
-        turn = self.online.rotations.get(SITES[name].rotation)
-        return name in self.integers and isinstance(turn, Hadamard)
+        return name in self.integers and isinstance(self._rotation(name), Hadamard)
 
-    def turned_and_rounded(self, name: str, x: Array) -> Any:
-        turn = self.online.rotations[SITES[name].rotation]
-        assert isinstance(turn, Hadamard)
+    def rotated_and_rounded(self, name: str, x: Array) -> Any:
+        rotation = self._rotation(name)
+        assert isinstance(rotation, Hadamard)
         return rotate_quantize(
             x,
             self.grids[name],
-            block=turn.block,
-            signs=turn.signs,
+            block=rotation.block,
+            signs=rotation.signs,
             shift=self.shifts.get(name),
             clip=self.online.clips.get(name),
         )

@@ -39,7 +39,8 @@ def site_basis(site: Site, transform: Transform, head_dim: int) -> Basis:
     Returns:
         Functions of vectors [..., width]; of keys and values [..., kv_heads, head_dim].
     """
-    rotation, log = transform.rotations.get(site.rotation), transform.scales.get(site.scale)
+    rotation = transform.rotations.get(site.rotation or "")
+    log = transform.scales.get(site.scale or "")
     if log is not None and site.name == "keys":
         log = pairs(log)
     size = head_dim if site.per_head else None
