@@ -8,9 +8,12 @@ from models import without_weights
 
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
+from qrot.network import fold, fuse
+from qrot.quantize.rtn import best_clip, fuse_and_round, mean_best_clip, round_weight, rtn
+from qrot.rotation.random import random_rotations
+from qrot.rotation.transform import Transform, of_layer
+from qrot.scheme import Override, Scheme, layer_scheme
 from qrot.sites import PROJECTIONS
-from qrot.quantize.rtn import best_clip, mean_best_clip, round_weight, rtn
-from qrot.scheme import Override, Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 GRANULARITIES = {"channel": None, "group": 8, "tensor": None}
@@ -109,81 +112,155 @@ def test_the_search_is_constant_for_the_derivative():
 # Whole models
 
 
+def weights(network, name):
+    return np.asarray(network.params.layers.linear(name).weight)
+
+
 def errors(before, after, name):
     """Mean squared change of one projection, by layer."""
-    a, b = (np.asarray(getattr(p.layers, name).weight, np.float64) for p in (before, after))
+    a, b = (np.float64(weights(network, name)) for network in (before, after))
     return ((a - b) ** 2).mean((1, 2))
 
 
 @pytest.fixture(scope="module")
-def params(variant):
-    return variant("llama-biases").params
+def network(variant):
+    return variant("llama-biases").network
 
 
-def test_every_projection_is_rounded_and_nothing_else(params):
-    after = rtn(params, Scheme(weights=Grid(4)))
+def rounded(network, scheme):
+    return rtn(network.replace(scheme=scheme))
+
+
+def test_every_projection_is_rounded_and_nothing_else(network):
+    after = rounded(network, Scheme(weights=Grid(4)))
     for name in PROJECTIONS:
-        w, q = (np.asarray(getattr(p.layers, name).weight) for p in (params, after))
+        w, q = (weights(x, name) for x in (network, after))
         for layer in range(3):
             axes = {"axis": 0, "keepdims": True}
             scale = np.abs(w[layer]).max(**axes) / 7
             expected = np.clip(np.rint(w[layer] / scale), -8, 7) * scale
             np.testing.assert_allclose(q[layer], expected, rtol=1e-5, atol=1e-6)
-    bare = map(without_weights, (params, after))
+    bare = map(without_weights, (network.params, after.params))
     for a, b in zip(*map(jax.tree.leaves, bare), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("clip", [1.0, "mse"])
-def test_the_error_falls_with_every_bit(params, clip):
+def test_the_error_falls_with_every_bit(network, clip):
     steps = [
-        rtn(params, Scheme(weights=Grid(bits, clip=clip, kind="symmetric_half")))
+        rounded(network, Scheme(weights=Grid(bits, clip=clip, kind="symmetric_half")))
         for bits in (2, 3, 4, 6, 8)
     ]
     for name in PROJECTIONS:
-        falling = np.stack([errors(params, after, name) for after in steps])
+        falling = np.stack([errors(network, after, name) for after in steps])
         assert (falling[1:] < falling[:-1]).all()
         assert falling[-1].min() > 0
 
 
-def test_clip_search_beats_no_clip(params):
-    plain, searched = (rtn(params, Scheme(weights=Grid(3, clip=clip))) for clip in (1.0, "mse"))
+def test_clip_search_beats_no_clip(network):
+    schemes = (Scheme(weights=Grid(3, clip=clip)) for clip in (1.0, "mse"))
+    plain, searched = (rounded(network, scheme) for scheme in schemes)
     for name in PROJECTIONS:
-        assert (errors(params, searched, name) < errors(params, plain, name)).all()
+        assert (errors(network, searched, name) < errors(network, plain, name)).all()
 
 
-def test_overrides(params):
+def test_overrides(network):
     overrides = (Override("layers.1.*", weights=8), Override("*.down", weights=16))
-    after = rtn(params, Scheme(weights=Grid(3), overrides=overrides))
+    after = rounded(network, Scheme(weights=Grid(3), overrides=overrides))
     for name in PROJECTIONS:
-        change = errors(params, after, name)
+        change = errors(network, after, name)
         if name == "down":
             assert (change == 0).all()
         else:
             assert 0 < change[1] < 0.01 * min(change[0], change[2])
-    assert jax.tree.structure(after) == jax.tree.structure(params)
+    bare = [jax.tree.structure(without_weights(x.params)) for x in (network, after)]
+    assert bare[0] == bare[1]
 
 
-def test_16_bits_leave_everything_alone(params):
-    for a, b in zip(*map(jax.tree.leaves, (rtn(params, Scheme()), params)), strict=True):
+def test_16_bits_leave_everything_alone(network):
+    for a, b in zip(*map(jax.tree.leaves, (rounded(network, Scheme()), network)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("clip", [1.0, "mse"])
-def test_a_group_has_to_divide(params, clip):
+def test_a_group_has_to_divide(network, clip):
     grid = Grid(4, granularity="group", group=16, clip=clip)  # hidden 48, but intermediate 56
     with pytest.raises(InputError, match="16 does not divide 56"):
-        rtn(params, Scheme(weights=grid))
+        rounded(network, Scheme(weights=grid))
 
 
-def test_mean_best_clip(params):
+def test_mean_best_clip(network):
     scheme = Scheme(weights=Grid(4, clip="mse"))
     found = [
-        np.asarray(best_clip(getattr(params.layers, n).weight[i], scheme.weights)).mean()
+        np.asarray(best_clip(jnp.asarray(weights(network, n)[i]), scheme.weights)).mean()
         for i in range(3)
         for n in PROJECTIONS
     ]
-    sizes = [getattr(params.layers, n).weight.shape[-1] for n in PROJECTIONS] * 3
-    mean = mean_best_clip(params, scheme)
+    sizes = [weights(network, n).shape[-1] for n in PROJECTIONS] * 3
+    mean = mean_best_clip(network.replace(scheme=scheme))
     np.testing.assert_allclose(mean, np.average(found, weights=sizes), rtol=1e-5)
     assert 0.4 < mean < 1
+
+
+GRIDS = {
+    "channel": Grid(4, clip="mse"),
+    "group": Grid(3, "symmetric_half", "group", 4, 0.9),
+    "tensor": Grid(8, granularity="tensor"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("granularity", GRIDS)
+def test_weights_are_integers_times_the_scales_that_they_carry(variant, granularity, dtype):
+    grid = GRIDS[granularity]
+    overrides = (Override("layers.1.*", weights=2), Override("layers.2.up", weights=16))
+    network = variant("llama", dtype).network
+    after = rounded(network, Scheme(weights=grid, overrides=overrides))
+    for name in PROJECTIONS:
+        linear = after.params.layers.linear(name)
+        w, scale = np.asarray(linear.weight), np.asarray(linear.scale)
+        groups = w.shape[1] // grid.group if grid.group else 1
+        assert scale.shape == (3, groups, w.shape[2])
+        assert scale.dtype == np.float32
+        for i in range(3):
+            if (name, i) == ("up", 2):
+                np.testing.assert_array_equal(scale[i], 1)
+                np.testing.assert_array_equal(w[i], weights(network, name)[i])
+                continue
+            each = np.repeat(scale[i], w.shape[1] // groups, axis=0)
+            codes = np.rint(w[i].astype(np.float32) / each)
+            half = 2 ** ((2 if i == 1 else grid.bits) - 1)
+            assert (codes.min() >= -half) & (codes.max() < half)
+            np.testing.assert_array_equal((codes * each).astype(w.dtype), w[i])
+
+
+def test_no_scales_where_there_is_no_symmetric_grid(network):
+    for grid in (Grid(4, "asymmetric"), Grid()):
+        after = rounded(network, Scheme(weights=grid))
+        assert all(after.params.layers.linear(name).scale is None for name in PROJECTIONS)
+
+
+def test_one_layer_as_learning_trains_by_is_the_layer_that_is_fused_and_rounded(network):
+    network = fold(network)
+    scheme, config = Scheme(Grid(4, clip=0.9)), network.config
+    draw = np.random.default_rng(0)
+    transform = Transform(
+        random_rotations(config, 0),
+        {"down": jnp.asarray(0.1 * draw.normal(size=(3, config.intermediate_size)), jnp.float32)},
+        {"o": jnp.asarray(draw.normal(size=(3, config.hidden_size)), jnp.float32)},
+        {"qkv": jnp.full(3, 0.8)},
+    )
+    whole = rounded(fuse(network, transform), scheme)
+    layer = jax.tree.map(lambda x: x[1], network.params.layers)
+    grids, own = layer_scheme(scheme, 1), of_layer(transform, 1)
+    found, online = jax.jit(fuse_and_round, static_argnames=("grids", "config"))(
+        layer, own, grids, config=config
+    )
+    for name in PROJECTIONS:
+        a, b = np.asarray(found.linear(name).weight), weights(whole, name)[1]
+        assert (np.abs(a - b) > 1e-5).mean() < 0.01  # a last bit decides between two levels
+    assert found.q.scale is None
+    expected = of_layer(whole.online, 1)
+    assert jax.tree.structure(online) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (online, expected)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -6,31 +6,31 @@ Frantar, Ashkboos, Hoefler, Alistarh: GPTQ, ICLR 2023, arXiv 2210.17323.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from qrot.calibrate.moments import EXACT, Moments, change_layers
 from qrot.errors import InputError
 from qrot.grid import Grid, nearest
-from qrot.model.config import ModelConfig
-from qrot.model.params import Layers, Params
-from qrot.calibrate.moments import (
-    EXACT,
-    Seen,
-    layer_by_layer,
+from qrot.model.params import Layers, Network
+from qrot.quantize.method import (
+    Advance,
+    Rows,
+    WeightMethod,
+    network_grids,
     rounded_sites,
-    weight_grids,
+    with_unit_scales,
     with_weights,
 )
-from qrot.quantize.rtn import weight_scale_and_zero
-from qrot.rotation.forms import Rotations
-from qrot.scheme import READERS, Scheme
+from qrot.quantize.rtn import by_group, weight_scale_and_zero
+from qrot.scheme import LayerScheme
+from qrot.sites import SITES
 
 BLOCK = 128  # inputs that are rounded before the others hear of it
 
@@ -39,77 +39,88 @@ BLOCK = 128  # inputs that are rounded before the others hear of it
 class Gptq:
     """How GPTQ rounds.
 
-    damping: what is added to the Hessian's diagonal, as a share of its mean.
-    act_order: whether the inputs that weigh most are rounded first.
+    Attributes:
+        damping: what is added to the Hessian's diagonal, as a share of its mean.
+        act_order: whether the inputs that weigh most are rounded first.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
+    method: Literal["gptq"] = "gptq"
     damping: float = 0.01
     act_order: bool = True
 
     def __post_init__(self):
         if not 0 < self.damping <= 1:
-            raise InputError(f"gptq.damping: {self.damping} is outside 0 to 1")
+            raise InputError(f"weights.damping: {self.damping} is outside 0 to 1")
 
 
 def gptq(
-    params: Params,
-    scheme: Scheme,
-    config: ModelConfig,
-    rows: Int[np.ndarray, "count length"],
-    *,
-    rotations: Rotations | None = None,
+    network: Network,
+    rows: Rows,
     settings: Gptq | None = None,
+    *,
     batch: int = 2,
-    advance: Callable[[], None] = lambda: None,
-) -> Params:
-    """Round the weights of all linear layers to `scheme.weights`; embed and head are left alone.
+    advance: Advance = lambda: None,
+) -> Network:
+    """Round the weights of all linear layers to `network.scheme.weights`.
 
-    Layer by layer (`layer_by_layer`), each on what the rounded layers before it make of the
+    Layer by layer (`change_layers`), each on what the rounded layers before it make of the
     windows. Activations and cache are not quantised meanwhile, as in QuaRot and SpinQuant.
 
-    rows: tokens to calibrate on. rotations: what `fuse` left online; None where nothing was fused.
-    advance: called after each layer.
-    Raises InputError where a group does not divide a layer's inputs, or activations are not finite;
-    ValueError where the rotations are not fused. Warns where a Hessian needs more damping.
+    Args:
+        network: fused, or with nothing on it. Embedding and head are left alone.
+        rows: tokens to calibrate on.
+        settings: the defaults if None.
+        batch: windows that run at once.
+        advance: called after each layer.
+
+    Returns:
+        The network with rounded weights, and their scales where the grid is symmetric. Warns where
+        a Hessian needs more damping.
+
+    Raises:
+        InputError: where a group does not divide a layer's inputs, or activations are not finite.
+        ValueError: where rotations are not fused.
     """
-    settings, grids = settings or Gptq(), weight_grids(scheme, config.num_hidden_layers)
+    settings, grids = settings or Gptq(), network_grids(network)
 
-    def change(i: int, layer: Layers, seen: dict[str, Seen]) -> Layers:
-        return round_layer(layer, seen, grids[i], settings, f"layer {i}")
+    def change(i: int, layer: Layers, moments: dict[str, Moments]) -> Layers:
+        layer = with_unit_scales(layer, network)
+        return round_layer(layer, moments, grids[i], settings, f"layer {i}")
 
-    return layer_by_layer(
-        params,
-        config,
-        rows,
-        change,
-        sites=rounded_sites(grids),
-        rotations=rotations,
-        batch=batch,
-        advance=advance,
-    )
+    sites = rounded_sites(grids)
+    return change_layers(network, rows, change, sites=sites, batch=batch, advance=advance)
+
+
+GPTQ = WeightMethod("gptq", Gptq, gptq, "GPTQ", "calibration", compensates=True)
 
 
 def round_layer(
-    layer: Layers, seen: dict[str, Seen], grids: dict[str, Grid], settings: Gptq, name: str
+    layer: Layers, moments: dict[str, Moments], grids: LayerScheme, settings: Gptq, where: str
 ) -> Layers:
     """The weights of one layer (no `layers` axis) on their grids.
 
-    seen: for every site with a weight to be rounded. name: of the layer, for messages.
+    Args:
+        layer: with unit scales in what it leaves alone, where other layers have scales.
+        moments: of every site with a weight to be rounded.
+        grids: of the layer.
+        settings: of the method.
+        where: the layer's name, for messages.
     """
-    for site, here in seen.items():
-        names = READERS[site]
-        weights, used = _solve(
-            tuple(getattr(layer, n).weight for n in names),
+    for site, here in moments.items():
+        names = [name for name in SITES[site].readers if grids.weights[name].on]
+        solved, used = _solve(
+            tuple(layer.linear(name).weight for name in names),
             here.hessian,
-            tuple(grids[n] for n in names),
+            tuple(grids.weights[name] for name in names),
             settings.damping,
             settings.act_order,
             BLOCK,
         )
-        warn_of_damping(f"{site} in {name}", settings.damping, float(used))
-        layer = with_weights(layer, dict(zip(names, weights, strict=True)))
+        warn_of_damping(f"{site} in {where}", settings.damping, float(used))
+        weights, scales = (dict(zip(names, x, strict=True)) for x in zip(*solved, strict=True))
+        layer = with_weights(layer, weights, scales)
     return layer
 
 
@@ -124,7 +135,6 @@ def solve(
 ) -> Float[Array, "in out"]:
     """One weight matrix on its grid, with a small error tr(E^T H E), E being the change of weights.
 
-    hessian: H = X^T X of the inputs x that the weight reads; any factor on it is the same.
     Inputs are rounded one after the other, and the error of each is spread over those to come: with
     U the upper factor of (H + damping)^-1 = U^T U,
       e_i = (w_i - Q(w_i)) / U_ii,  w_j -= U_ij e_i for j > i,
@@ -133,13 +143,21 @@ def solve(
     plain rounding has the smaller error is rounded plainly: columns do not depend on each other, so
     the error is never above that of round-to-nearest (but for the arithmetic of comparing).
 
-    damping: share of the mean of H's diagonal that is added to it. Where that is not enough for a
-    Cholesky factor it is taken ten times as large, again and again, with a warning; plain rounding
-    where even 1000 is not enough. Inputs that were never on (diagonal 0) are rounded plainly.
-    act_order: inputs of large diagonal first.
-    Raises InputError where a group does not divide the inputs.
+    Args:
+        weight: to be rounded.
+        hessian: H = X^T X of the inputs x that it reads; any factor on it is the same.
+        grid: that it is rounded to.
+        damping: share of the mean of H's diagonal that is added to it. Where that is not enough for
+            a Cholesky factor it is taken ten times as large, again and again, with a warning; plain
+            rounding where even 1000 is not enough. Inputs that were never on (diagonal 0) are
+            rounded plainly.
+        act_order: inputs of large diagonal first.
+        block: inputs that are rounded before the others hear of it.
+
+    Raises:
+        InputError: where a group does not divide the inputs.
     """
-    (rounded,), used = _solve((weight,), hessian, (grid,), damping, act_order, block)
+    ((rounded, _),), used = _solve((weight,), hessian, (grid,), damping, act_order, block)
     warn_of_damping("a weight", damping, float(used))
     return rounded
 
@@ -155,19 +173,19 @@ def warn_of_damping(where: str, damping: float, used: float, method: str = "GPTQ
 
 
 def _solve(weights, hessian, grids: tuple[Grid, ...], damping, act_order: bool, block: int):
-    """`solve` for weights that read one input; (the rounded weights, the damping that it took)."""
+    """`solve` for weights that read one input: ([(rounded weight, scales)], the damping used)."""
     order, root, used = _factor(hessian, damping, act_order)
-    rounded, on = list(weights), [i for i, grid in enumerate(grids) if grid.on]
     # On one grid they are rounded side by side. Where grids differ it is one at a time: a program
     # for each grid, not for each way to combine them.
-    alike = len({grids[i] for i in on}) == 1
-    for mine in [on] if alike else [[i] for i in on]:
-        some, grid = [weights[i] for i in mine], grids[mine[0]]
-        together = _rounded(some, hessian, order, root, grid, block)
-        edges = np.cumsum([w.shape[1] for w in some])[:-1]
-        for i, part in zip(mine, jnp.split(together, edges, axis=1), strict=True):
-            rounded[i] = part
-    return tuple(rounded), used
+    alike = len(set(grids)) == 1
+    solved = []
+    for mine in [weights] if alike else [[weight] for weight in weights]:
+        grid = grids[len(solved)]
+        together = _rounded(list(mine), hessian, order, root, grid, block)
+        edges = np.cumsum([w.shape[1] for w in mine])[:-1]
+        parts = jax.tree.map(lambda x, at=edges: jnp.split(x, at, axis=1), together)
+        solved += zip(parts[0], parts[1] or [None] * len(mine), strict=True)
+    return solved, used
 
 
 @partial(jax.jit, static_argnames="act_order")
@@ -188,9 +206,14 @@ def damped_cholesky(
 ) -> tuple[Float[Array, "n n"], Float[Array, ""]]:
     """(L, damping used) of H in this order, turned end for end: H' + damping = L L^T.
 
-    damping: share of the mean of H's diagonal; taken ten times as large until there is a factor,
-    and infinity where even 1000 is not enough. Zeros of the diagonal become its mean first.
-    Turned back, L is an upper factor of H and L^-1 one of its inverse, with no inverse of H.
+    Zeros of the diagonal become its mean first. Turned back, L is an upper factor of H and L^-1 one
+    of its inverse, with no inverse of H.
+
+    Args:
+        hessian: H.
+        damping: share of the mean of H's diagonal; taken ten times as large until there is a
+            factor, and infinity where even 1000 is not enough.
+        order: of the inputs; as they are if None.
     """
     diagonal = jnp.diagonal(hessian)
     dead = diagonal <= 0
@@ -225,7 +248,8 @@ def _rounded(
     root: Float[Array, "in in"],
     grid: Grid,
     block: int,
-) -> Float[Array, "in out"]:
+) -> tuple[Float[Array, "in out"], Float[Array, "groups out"] | None]:
+    """(Weights side by side on their grid, its scales where it is symmetric)."""
     dtype = weights[0].dtype
     each = [w.astype(jnp.promote_types(dtype, jnp.float32)) for w in weights]
     found = [(w, *weight_scale_and_zero(w, grid)) for w in each]
@@ -240,7 +264,8 @@ def _rounded(
         return jnp.sum(change * jnp.matmul(hessian, change, precision=EXACT), axis=0)
 
     # False for what is not a number, too
-    return jnp.where(error(spread) <= error(plain), spread, plain).astype(dtype)
+    rounded = jnp.where(error(spread) <= error(plain), spread, plain).astype(dtype)
+    return rounded, by_group(scale, grid) if zero is None else None
 
 
 def _spread(

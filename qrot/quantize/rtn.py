@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +12,135 @@ from jaxtyping import Array, Float
 
 from qrot.grid import Grid, elementwise_scale_and_zero, fake_quantise
 from qrot.model.config import ModelConfig
-from qrot.network import rotate_layer
-from qrot.model.params import Layers, Linear, Params
-from qrot.rotation.forms import Rotations, Scales
-from qrot.scheme import LayerScheme, Scheme, layer_scheme, segments
+from qrot.model.params import Layers, Linear, Network
+from qrot.network import fuse_layer, layer_online
+from qrot.quantize.method import Advance, Rows, WeightMethod, network_grids, unit_scale
+from qrot.rotation.transform import Online, Transform
+from qrot.scheme import LayerScheme, layer_scheme
+from qrot.sites import PROJECTIONS
 
 
-def rtn(params: Params, scheme: Scheme) -> Params:
-    """Round the weights of all linear layers to `scheme.weights`; embed and head are left alone.
+@dataclass(frozen=True)
+class Rtn:
+    """Round-to-nearest; all that it depends on stands in the scheme."""
 
-    Raises InputError where a group does not divide a layer's inputs.
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    method: Literal["rtn"] = "rtn"
+
+
+def rtn(
+    network: Network,
+    rows: Rows | None = None,
+    settings: Rtn | None = None,
+    *,
+    batch: int = 2,
+    advance: Advance = lambda: None,
+) -> Network:
+    """Round the weights of all linear layers to `network.scheme.weights`.
+
+    Args:
+        network: fused, or with nothing on it. Embedding and head are left alone.
+        rows: not read; and so are settings, batch and advance.
+
+    Returns:
+        The network with rounded weights, and their scales where the grid is symmetric.
+
+    Raises:
+        InputError: where a group does not divide a layer's inputs.
     """
-    layers, names = params.layers, {}
-    for start, stop, grids in segments(scheme, layers.attention_norm.shape[0]):
-        for name, grid in grids.weights:
-            names.setdefault(name, []).extend([grid] * (stop - start))
+    layers, grids = network.params.layers, network_grids(network)
 
-    def rounded(name: str, grids: list[Grid]) -> Linear:
-        linear = getattr(layers, name)
-        if len(set(grids)) == 1:
-            return linear.replace(weight=_rtn_stack(linear.weight, grids[0]))
-        # One at a time: a program for each grid, not one for each way that grids follow each other.
-        parts = [_rtn_stack(linear.weight[i : i + 1], grid) for i, grid in enumerate(grids)]
-        return linear.replace(weight=jnp.concatenate(parts))
+    def rounded(name: str) -> Linear:
+        linear, each = layers.linear(name), [g.weights[name] for g in grids]
+        if not any(grid.on for grid in each):
+            return linear
+        if len(set(each)) == 1:
+            weight, scale = _round_stack(linear.weight, each[0])
+        else:
+            # One at a time: a program for each grid, not one for each way that grids follow.
+            parts = [_round_stack(linear.weight[i : i + 1], grid) for i, grid in enumerate(each)]
+            weight, scale = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return linear.replace(weight=weight, scale=scale)
 
-    return params.replace(
-        layers=layers.replace(**{name: rounded(name, grids) for name, grids in names.items()})
-    )
+    changed = layers.replace(**{name: rounded(name) for name in PROJECTIONS})
+    return network.replace(params=network.params.replace(layers=changed))
 
 
-@partial(jax.jit, static_argnums=1)
-def _rtn_stack(weights: Float[Array, "layers in out"], grid: Grid) -> Float[Array, "layers in out"]:
-    return jax.lax.map(lambda weight: round_weight(weight, grid), weights)
+RTN = WeightMethod("rtn", Rtn, rtn, "round to nearest", "none")
 
 
 @partial(jax.jit, static_argnums=1)
-def rtn_layers(layers: Layers, grids: LayerScheme) -> Layers:
-    """Some layers with the same grids."""
-    return jax.lax.map(lambda layer: rtn_layer(layer, grids), layers)
+def _round_stack(weights: Float[Any, "layers in out"], grid: Grid):
+    return jax.lax.map(lambda weight: round_with_scale(weight, grid), weights)
+
+
+def round_with_scale(
+    weight: Float[Array, "in out"], grid: Grid
+) -> tuple[Float[Array, "in out"], Float[Array, "groups out"] | None]:
+    """One weight matrix as `round_weight` rounds it, and its scales as `Linear` has them."""
+    clip = _clip(weight, grid)
+    rounded = fake_quantise(weight, grid, axis=-2, clip=clip)
+    return rounded, scale_by_group(weight, grid, clip)
+
+
+def scale_by_group(
+    weight: Float[Array, "in out"], grid: Grid, clip: Float[Array, "..."] | float | None
+) -> Float[Array, "groups out"] | None:
+    """The scales of a weight as `Linear` has them; None where the grid is asymmetric.
+
+    Args:
+        weight: before it is rounded.
+        grid: that it is rounded to; scales of 1 where it does not round.
+        clip: ratios for each scale, as `best_clip` returns them; the grid's if None.
+    """
+    if grid.kind == "asymmetric":
+        return None
+    if not grid.on:
+        return unit_scale(weight, grid)
+    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    clip = grid.clip if clip is None else clip
+    return by_group(elementwise_scale_and_zero(wide, grid, axis=-2, clip=clip)[0], grid)
+
+
+def by_group(scale: Float[Array, "in out"], grid: Grid) -> Float[Array, "groups out"]:
+    """One of the equal scales of each group of inputs."""
+    return scale[:: grid.group or scale.shape[0]]
 
 
 def rtn_layer(layer: Layers, grids: LayerScheme, *, scale_gradient: bool = True) -> Layers:
-    """The weights of one layer (no `layers` axis) on their grids; differentiable."""
+    """The weights of one layer (no `layers` axis) on their grids; differentiable, no scales."""
 
     def rounded(linear: Linear, grid: Grid) -> Linear:
         return linear.replace(weight=round_weight(linear.weight, grid, scale_gradient))
 
     return layer.replace(
-        **{name: rounded(getattr(layer, name), grid) for name, grid in grids.weights}
+        **{name: rounded(layer.linear(name), grid) for name, grid in grids.weights.items()}
     )
 
 
-def rotate_and_round(
+def fuse_and_round(
     layer: Layers,
-    rotations: Rotations,
-    scales: Scales | None,
+    transform: Transform,
     grids: LayerScheme,
+    *,
     config: ModelConfig,
-    scheme: Scheme,
-) -> Layers:
-    """One layer's weights, rotated and scaled, then on their grids; all that learning trains by."""
-    turned = rotate_layer(layer, rotations, config, scales)
-    return rtn_layer(turned, grids, scale_gradient=scheme.scale_gradient)
+    scale_gradient: bool = True,
+) -> tuple[Layers, Online]:
+    """One layer as learning trains by: its weights fused, then on their grids.
+
+    Args:
+        layer: folded (no `layers` axis).
+        transform: of this layer.
+        grids: of its weights.
+        config: sizes of the network.
+        scale_gradient: see `Scheme`.
+
+    Returns:
+        The layer, and what is left online; both differentiable by the transform.
+    """
+    fused = fuse_layer(layer, transform, config)
+    return rtn_layer(fused, grids, scale_gradient=scale_gradient), layer_online(transform, config)
 
 
 def weight_scale_and_zero(
@@ -87,8 +155,12 @@ def round_weight(
     weight: Float[Array, "in out"], grid: Grid, scale_gradient: bool = True
 ) -> Float[Array, "in out"]:
     """One weight matrix on its grid, with the grid's clip ratio or the one searched for."""
-    clip = best_clip(weight, grid) if grid.on and grid.clip == "mse" else None
+    clip = _clip(weight, grid)
     return fake_quantise(weight, grid, axis=-2, clip=clip, scale_gradient=scale_gradient)
+
+
+def _clip(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "..."] | None:
+    return best_clip(weight, grid) if grid.on and grid.clip == "mse" else None
 
 
 def best_clip(
@@ -101,12 +173,16 @@ def best_clip(
 ) -> Float[Array, "..."]:
     """The clip ratio of least squared rounding error for each scale of the grid.
 
-    Searches 1, 1 - step, ... down to lowest. Returns an array that broadcasts against the scales:
-    [1, out] per channel, [groups, 1, out] per group, [1, 1] per tensor. Constant for the
-    derivative.
+    Args:
+        weight: to be rounded.
+        grid: that it is rounded to.
+        lowest, step: of the ratios 1, 1 - step, ... that are tried.
+        hessian: H = X^T X of the inputs, for the error e^T H e of the weights e that share a
+            scale, by their own inputs, instead of e^T e.
 
-    hessian: H = X^T X of the inputs, for the error e^T H e of the weights e that share a scale,
-    by their own inputs, instead of e^T e.
+    Returns:
+        Ratios that broadcast against the scales: [1, out] per channel, [groups, 1, out] per group,
+        [1, 1] per tensor. Constant for the derivative.
     """
     wide = jnp.promote_types(weight.dtype, jnp.float32)  # errors are summed in at least float32
     weight = jax.lax.stop_gradient(weight).astype(wide)
@@ -114,14 +190,14 @@ def best_clip(
     inputs, outputs = weight.shape
     size = grid.group or inputs
     axes = (1, 2) if grid.granularity == "tensor" else (1,)
-    own = None if hessian is None else _diagonal_blocks(hessian, size)
+    within = None if hessian is None else _diagonal_blocks(hessian, size)
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def error(clip):
         change = fake_quantise(weight, plain, axis=-2, clip=clip) - weight
         change = change.reshape(-1, size, outputs)
-        felt = change if own is None else product(own, change)
-        return (change * felt).sum(axes, keepdims=True)
+        weighted = change if within is None else product(within, change)
+        return (change * weighted).sum(axes, keepdims=True)
 
     def better(best, clip):
         least, chosen = best
@@ -140,16 +216,16 @@ def _diagonal_blocks(x: Float[Array, "n n"], size: int) -> Float[Array, "blocks 
     return split[here, :, here]
 
 
-def mean_best_clip(params: Params, scheme: Scheme) -> Float[Array, ""]:
+def mean_best_clip(network: Network) -> Float[Array, ""]:
     """The mean over all scales of the clip ratios that `best_clip` finds."""
-    grids = layer_scheme(scheme, 0)
-    return _mean_best_clip(params.layers, grids)
+    return _mean_best_clip(network.params.layers, layer_scheme(network.scheme, 0))
 
 
 @partial(jax.jit, static_argnums=1)
 def _mean_best_clip(layers: Layers, grids: LayerScheme) -> Float[Array, ""]:
-    def mean(layer: Layers):
-        clips = [best_clip(getattr(layer, n).weight, g).ravel() for n, g in grids.weights if g.on]
+    def mean(layer: Layers) -> Float[Array, ""]:
+        on = {name: grid for name, grid in grids.weights.items() if grid.on}
+        clips = [best_clip(layer.linear(name).weight, grid).ravel() for name, grid in on.items()]
         return jnp.concatenate(clips).mean()
 
     return jax.lax.map(mean, layers).mean()
