@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -91,8 +92,8 @@ class Scheme:
 class LayerScheme:
     """The grids of one layer, overrides applied. Hashable: layers of equal scheme share a scan."""
 
-    weights: FrozenDict[str, Grid]  # by projection
-    sites: FrozenDict[str, Grid]  # by site
+    weights: Mapping[str, Grid]  # by projection
+    sites: Mapping[str, Grid]  # by site
 
 
 def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
