@@ -180,6 +180,10 @@ def write_variant(path: Path, name: str, **options: Any) -> None:
 
 
 def without_weights(params: Params) -> Params:
-    """All that rounding weights leaves alone: embedding, norms, biases, head."""
-    layers = {n: params.layers.linear(n).replace(weight=None) for n in PROJECTIONS}
+    """All that rounding weights leaves alone, embedding, norms, biases, head; weights are zeros."""
+
+    def bare(linear):
+        return linear.replace(weight=np.zeros(linear.weight.shape, np.float32), scale=None)
+
+    layers = {name: bare(params.layers.linear(name)) for name in PROJECTIONS}
     return params.replace(layers=params.layers.replace(**layers))

@@ -11,18 +11,10 @@ from models import VARIANTS
 
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
-from qrot.quantize.rtn import rtn
-from qrot.rotation.forms import (
-    Kronecker,
-    Rotations,
-    Scales,
-    as_matrix,
-    per_head,
-    rotate,
-    unrotate,
-)
-from qrot.rotation.basis import layer_sites
+from qrot.network import fold, fuse
+from qrot.rotation.basis import per_head, site_bases
+from qrot.rotation.forms import Dense, Kronecker, rotate
+from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 
 A4 = Grid(4, "asymmetric")
@@ -34,17 +26,15 @@ W16A4 = Scheme(Grid(), A4, A4, A4)
 @pytest.mark.usefixtures("quick_compile")
 def test_fusing_changes_nothing_in_float64(variant, name, names):
     with jax.enable_x64(True):
-        model = fold_norms(variant(name, "float64"))
+        network = fold(variant(name, "float64").network)
         tokens = jnp.asarray(np.random.default_rng(0).integers(0, 90, (2, 12)))
-        rotations, scales = put(model, names)
-        params, online, _ = fuse(model.params, rotations, model.config, None, scales)
-        same = forward(params, tokens, model.config, rotations=online)
-        exact = forward(model.params, tokens, model.config)
+        fused = fuse(network, put(network, names))
+        same, exact = forward(fused, tokens), forward(network, tokens)
         assert float(jnp.abs(same - exact).max() / jnp.abs(exact).max()) < 1e-10
         # Below 16 bits the online rotations act, and what is not fused goes there and back.
         fine = Grid(15, "asymmetric")
         scheme = Scheme(Grid(), fine, fine, fine)
-        near = forward(params, tokens, model.config, rotations=online, scheme=scheme)
+        near = forward(fused.replace(scheme=scheme), tokens)
         assert float(jnp.abs(near - exact).max() / jnp.abs(exact).max()) < 1e-2
 
 
@@ -52,26 +42,14 @@ def test_fusing_changes_nothing_in_float64(variant, name, names):
 @pytest.mark.usefixtures("quick_compile")
 def test_the_fused_network_is_the_one_that_is_trained(variant, name):
     """With everything on at 4 bits: sites turned there and back, or turned in the weights."""
-    model = fold_norms(variant(name))
-    config = model.config
+    network = fold(variant(name).network)
     draw = np.random.default_rng(3)
     tokens = jnp.asarray(draw.integers(0, 90, (2, 12)))
-    rotations, scales = jax.tree.map(jnp.float32, put(model, ALL))
-    shifts = some_shifts(model, draw)
-    exact = forward(model.params, tokens, config)
-    trained = forward(
-        model.params,
-        tokens,
-        config,
-        rotations=rotations,
-        shifts=shifts,
-        scales=scales,
-        scheme=W16A4,
-    )
-    params, online, moved = fuse(model.params, rotations, config, shifts, scales)
-    fused = forward(
-        rtn(params, W16A4), tokens, config, rotations=online, shifts=moved, scheme=W16A4
-    )
+    transform = jax.tree.map(jnp.float32, put(network, ALL))
+    transform = transform.replace(shifts=some_shifts(network, draw))
+    exact = forward(network, tokens)
+    trained = forward(network.replace(online=transform, scheme=W16A4), tokens)
+    fused = forward(fuse(network, transform).replace(scheme=W16A4), tokens)
     # A value that lies on the edge between two levels may fall to either side.
     assert float(jnp.median(jnp.abs(fused - trained))) < 1e-4
     assert float(jnp.abs(trained - exact).max()) > 0.01
@@ -79,7 +57,7 @@ def test_the_fused_network_is_the_one_that_is_trained(variant, name):
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
-def test_back_undoes_go_and_dual_keeps_products(seed):
+def test_inverse_undoes_forward_and_cotangent_keeps_products(seed):
     draw = np.random.default_rng(seed)
     n, hd, heads, kv = 24, 8, 6, 2
 
@@ -89,43 +67,36 @@ def test_back_undoes_go_and_dual_keeps_products(seed):
     def matrix(*shape):
         return orthogonal(draw, *shape).astype(jnp.float32)
 
-    sites = layer_sites(
-        Rotations(
-            matrix(n, n),
-            matrix(kv, 1, hd, hd),
-            matrix(kv, 1, hd, hd),
-            Kronecker(jnp.ones(15), matrix(3, 3), matrix(5, 5)),
-        ),
-        Scales(log(n), log(n), log(15), log(kv, hd // 2), log(kv, hd)),
-        hd,
-    )
+    rotations = {
+        "residual": Dense(matrix(n, n)),
+        "value": Dense(matrix(kv, hd, hd)),
+        "key": Dense(matrix(kv, hd, hd)),
+        "down": Kronecker(jnp.ones(15), matrix(3, 3), matrix(5, 5)),
+    }
+    scales = {
+        "qkv": log(n),
+        "gate_up": log(n),
+        "down": log(15),
+        "keys": log(kv, hd // 2),
+        "values": log(kv, hd),
+    }
+    # Arrays without the axis of layers, as `site_bases` takes them.
+    bases = site_bases(Transform(rotations, scales), hd)
     shapes = {"qkv": (n,), "gate_up": (n,), "down": (15,), "o": (heads * hd,)}
-    for name, site in sites.items():
+    for name, basis in bases.items():
         shape = (4, *shapes.get(name, (kv, hd)))
         x, g = log(*shape), log(*shape)
-        np.testing.assert_allclose(site.back(site.go(x)), x, atol=2e-4)
+        np.testing.assert_allclose(basis.inverse(basis.forward(x)), x, atol=2e-4)
         np.testing.assert_allclose(
-            (site.go(x) * site.dual(g)).sum(-1), (x * g).sum(-1), rtol=1e-3, atol=2e-3
+            (basis.forward(x) * basis.cotangent(g)).sum(-1), (x * g).sum(-1), rtol=1e-3, atol=2e-3
         )
-
-
-def test_a_kronecker_rotation_is_its_matrix():
-    draw = np.random.default_rng(0)
-    signs = jnp.asarray(draw.choice([-1.0, 1.0], 15), jnp.float32)
-    left, right = (orthogonal(draw, k, k).astype(jnp.float32) for k in (3, 5))
-    rotation = Kronecker(signs, left, right)
-    x = jnp.asarray(draw.normal(size=(7, 15)), jnp.float32)
-    dense = np.diag(signs) @ np.kron(left, right)
-    np.testing.assert_allclose(as_matrix(rotation), dense, atol=1e-7)
-    np.testing.assert_allclose(rotate(x, rotation), x @ dense, atol=1e-5)
-    np.testing.assert_allclose(unrotate(x, rotation), x @ dense.T, atol=1e-5)
 
 
 def test_query_heads_share_the_rotation_of_their_kv_head():
     draw = np.random.default_rng(0)
-    turns = orthogonal(draw, 2, 1, 4, 4).astype(jnp.float32)
+    matrices = orthogonal(draw, 2, 4, 4).astype(jnp.float32)
     x = jnp.asarray(draw.normal(size=(3, 24)), jnp.float32)  # 6 heads of 4
-    turned = per_head(rotate, x, turns, 4).reshape(3, 6, 4)
+    rotated = per_head(rotate, x, Dense(matrices), 4).reshape(3, 6, 4)
     for head in range(6):
-        expected = x.reshape(3, 6, 4)[:, head] @ turns[head // 3, 0]
-        np.testing.assert_allclose(turned[:, head], expected, atol=1e-6)
+        expected = x.reshape(3, 6, 4)[:, head] @ matrices[head // 3]
+        np.testing.assert_allclose(rotated[:, head], expected, atol=1e-6)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from flax import struct
-from jaxtyping import Array, Float, Int8, Int32
+from jaxtyping import Float, Int8, Int32
 
 from qrot.model.config import ModelConfig
+from qrot.rotation.forms import Values
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import Scheme
 
@@ -27,9 +28,9 @@ class Linear(struct.PyTreeNode):
             where it is not rounded, or its values are on no such grid.
     """
 
-    weight: Float[Array, "*layers in out"]
-    bias: Float[Array, "*layers out"] | None = None
-    scale: Float[Array, "*layers groups out"] | None = None
+    weight: Float[Values, "*layers in out"]
+    bias: Float[Values, "*layers out"] | None = None
+    scale: Float[Values, "*layers groups out"] | None = None
 
 
 class PackedLinear(struct.PyTreeNode):
@@ -46,11 +47,11 @@ class PackedLinear(struct.PyTreeNode):
         bits: of a code.
     """
 
-    codes: Int8[Array, "*layers groups rows out"]
-    scale: Float[Array, "*layers groups out"]
-    sums: Int32[Array, "*layers groups out"] | None = None
-    shifted: Float[Array, "*layers out"] | None = None
-    bias: Float[Array, "*layers out"] | None = None
+    codes: Int8[Values, "*layers groups rows out"]
+    scale: Float[Values, "*layers groups out"]
+    sums: Int32[Values, "*layers groups out"] | None = None
+    shifted: Float[Values, "*layers out"] | None = None
+    bias: Float[Values, "*layers out"] | None = None
     bits: int = struct.field(pytree_node=False, default=4)
 
 
@@ -69,17 +70,17 @@ class Layers(struct.PyTreeNode):
         q_norm, k_norm: only where the architecture norms q and k head by head.
     """
 
-    attention_norm: Float[Array, "*layers hidden"]
+    attention_norm: Float[Values, "*layers hidden"]
     q: AnyLinear
     k: AnyLinear
     v: AnyLinear
     o: AnyLinear
-    mlp_norm: Float[Array, "*layers hidden"]
+    mlp_norm: Float[Values, "*layers hidden"]
     gate: AnyLinear
     up: AnyLinear
     down: AnyLinear
-    q_norm: Float[Array, "*layers head_dim"] | None = None
-    k_norm: Float[Array, "*layers head_dim"] | None = None
+    q_norm: Float[Values, "*layers head_dim"] | None = None
+    k_norm: Float[Values, "*layers head_dim"] | None = None
 
     def linear(self, name: str) -> Any:
         """The projection of this name, one of `PROJECTIONS`."""
@@ -96,10 +97,10 @@ class Params(struct.PyTreeNode):
         head: the output projection; None where it is the transposed embedding (tied).
     """
 
-    embed: Float[Array, "vocab hidden"]
+    embed: Float[Values, "vocab hidden"]
     layers: Layers
-    norm: Float[Array, " hidden"]
-    head: Float[Array, "hidden vocab"] | None = None
+    norm: Float[Values, " hidden"]
+    head: Float[Values, "hidden vocab"] | None = None
 
 
 class Network(struct.PyTreeNode):

@@ -7,6 +7,7 @@ rotations: one a layer, or one a layer and kv head.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ from jaxtyping import Array, Float
 from qrot.hadamard.factors import hadamard_dense
 from qrot.kernels.fwht import fwht
 
+# What pytrees hold: arrays on a device, or on the host numpy's, which serve wherever those do.
+if TYPE_CHECKING:
+    Values = Array
+else:
+    Values = Array | np.ndarray
 # Rotations are float32 whatever the activations are; a TPU would round them to bfloat16.
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -24,7 +30,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 class Dense(struct.PyTreeNode):
     """R as it is, a matrix."""
 
-    matrix: Float[Array, "*stack n n"]
+    matrix: Float[Values, "*stack n n"]
 
     ORTHOGONAL = ("matrix",)
 
@@ -49,7 +55,7 @@ class Dense(struct.PyTreeNode):
 class Blocks(struct.PyTreeNode):
     """R is block-diagonal: each block acts on its own b neighbours."""
 
-    blocks: Float[Array, "*stack count b b"]
+    blocks: Float[Values, "*stack count b b"]
 
     ORTHOGONAL = ("blocks",)
 
@@ -83,7 +89,7 @@ class Blocks(struct.PyTreeNode):
 class Hadamard(struct.PyTreeNode):
     """R = diag(signs) H / sqrt(n), or block-diagonal with Hadamard blocks of size `block`."""
 
-    signs: Float[Array, "*stack n"]  # +1 or -1
+    signs: Float[Values, "*stack n"]  # +1 or -1
     block: int | None = struct.field(pytree_node=False, default=None)
 
     ORTHOGONAL = ()
@@ -110,9 +116,9 @@ class Hadamard(struct.PyTreeNode):
 class Kronecker(struct.PyTreeNode):
     """R = diag(signs) (left x right): n (a + b) products a vector in place of n^2, n = a b."""
 
-    signs: Float[Array, "*stack n"]  # +1 or -1
-    left: Float[Array, "*stack a a"]
-    right: Float[Array, "*stack b b"]
+    signs: Float[Values, "*stack n"]  # +1 or -1
+    left: Float[Values, "*stack a a"]
+    right: Float[Values, "*stack b b"]
 
     ORTHOGONAL = ("left", "right")
 

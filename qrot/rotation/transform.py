@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import jax
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from qrot.rotation.forms import Rotation, is_rotation
+from qrot.rotation.forms import Rotation, Values, is_rotation
 
 
 class Transform(struct.PyTreeNode):
@@ -31,9 +31,9 @@ class Transform(struct.PyTreeNode):
     """
 
     rotations: dict[str, Rotation] = struct.field(default_factory=dict)
-    scales: dict[str, Float[Array, "layers *shape"]] = struct.field(default_factory=dict)
-    shifts: dict[str, Float[Array, "layers width"]] = struct.field(default_factory=dict)
-    clips: dict[str, Float[Array, " layers"]] = struct.field(default_factory=dict)
+    scales: dict[str, Float[Values, "..."]] = struct.field(default_factory=dict)
+    shifts: dict[str, Float[Values, "*layers width"]] = struct.field(default_factory=dict)
+    clips: dict[str, Float[Values, "*layers"]] = struct.field(default_factory=dict)
 
 
 class Online(struct.PyTreeNode):
@@ -46,8 +46,8 @@ class Online(struct.PyTreeNode):
     """
 
     rotations: dict[str, Rotation] = struct.field(default_factory=dict)
-    shifts: dict[str, Float[Array, "layers width"]] = struct.field(default_factory=dict)
-    clips: dict[str, Float[Array, " layers"]] = struct.field(default_factory=dict)
+    shifts: dict[str, Float[Values, "*layers width"]] = struct.field(default_factory=dict)
+    clips: dict[str, Float[Values, "*layers"]] = struct.field(default_factory=dict)
 
 
 T = TypeVar("T", Transform, Online)
