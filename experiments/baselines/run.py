@@ -14,9 +14,10 @@ import statistics
 import subprocess
 from pathlib import Path
 
-from qrot.run.results import spread
-from qrot.study.sweep import run_command
+from qrot.report.results import spread
 from qrot.report.tables import markdown_table
+from qrot.run.results import RESULTS
+from qrot.study.sweep import run_command
 
 HERE = Path(__file__).parent
 GROUPS = ["scheme.weights.granularity=group", "scheme.weights.group=64"]
@@ -39,9 +40,9 @@ SYMMETRIC = [
     "scheme.activations={bits: 4, kind: symmetric, clip: 0.9}",
     "scheme.keys={bits: 4, kind: asymmetric, clip: 0.95}",
     "scheme.values={bits: 4, kind: asymmetric, clip: 0.95}",
-    "gptq.act_order=false",
+    "weights.act_order=false",
 ]
-BY_GPTQ = ["weight_method=gptq"]
+BY_GPTQ, BY_AWQ = ["weights.method=gptq"], ["weights.method=awq", "scheme.weights.clip=1.0"]
 SPINQUANT = [
     "learn.optimiser=cayley_sgd",
     "learn.learning_rate=1.5",
@@ -51,7 +52,7 @@ SPINQUANT = [
     "learn.scales=false",
     "learn.clips=false",
     "scheme.scale_gradient=false",
-    "gptq.act_order=false",
+    "weights.act_order=false",
 ]
 NO_HAD = ["rotations={key: false, down: false}"]
 
@@ -67,13 +68,13 @@ ROWS: dict[str, tuple[str, list[str], tuple[str, ...], int]] = {
         ("W8A8",),
         1,
     ),
-    "AWQ": ("no_rotation", ["weight_method=awq", "scheme.weights.clip=1.0"], ("W4A16", "W2A16"), 1),
-    "QuIP": ("no_rotation", ["weight_method=quip", *WHOLE], ("W4A16", "W2A16"), 1),
-    "QuIP#": ("no_rotation", ["weight_method=quip_sharp", *WHOLE], ("W4A16", "W2A16"), 1),
+    "AWQ": ("no_rotation", BY_AWQ, ("W4A16", "W2A16"), 1),
+    "QuIP": ("no_rotation", ["weights.method=quip", *WHOLE], ("W4A16", "W2A16"), 1),
+    "QuIP#": ("no_rotation", ["weights.method=quip_sharp", *WHOLE], ("W4A16", "W2A16"), 1),
     "mixed bits, GPTQ": ("no_rotation", [*BY_GPTQ, "mixed.bits={bits}"], ("W4A16",), 1),
     "LLM-QAT": (
         "no_rotation",
-        ["weight_method=qat", "qat.steps=20", "qat.batch=4", "qat.length=256"],
+        ["weights={method: qat, steps: 20, batch: 4, length: 256}"],
         ("W4A8KV8",),
         1,
     ),
@@ -129,7 +130,7 @@ def measure(out: Path, name: str, scheme: str, seed: int, data: str) -> None:
 
 def found(out: Path, name: str, scheme: str) -> list[dict]:
     """The rows of a cell, one for each seed that is done."""
-    files = sorted((out / name.replace(" ", "-") / scheme).glob("seed*/results.json"))
+    files = sorted((out / name.replace(" ", "-") / scheme).glob(f"seed*/{RESULTS}"))
     return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
 

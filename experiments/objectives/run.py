@@ -14,9 +14,10 @@ import statistics
 import subprocess
 from pathlib import Path
 
-from qrot.run.results import spread
-from qrot.study.sweep import run_command
+from qrot.report.results import spread
 from qrot.report.tables import markdown_table
+from qrot.run.results import RESULTS
+from qrot.study.sweep import run_command
 
 HERE = Path(__file__).parent
 END_TO_END = ["learn.steps=20", "learn.batch=2", "learn.evaluate_every=5"]
@@ -115,7 +116,7 @@ def cell(out: Path, name: str, seed: int, data: str) -> None:
     shared = [*settings, f"methods=[{method}]", f"seeds=[{seed}]", f"learn_seeds=[{seed}]"]
     shared.append(f"data.path={data}")
     w4 = "scheme.weights.bits=4"
-    by_gptq = [w4, "weight_method=gptq", "calibration={windows: 32, length: 512}"]
+    by_gptq = [w4, "weights.method=gptq", "calibration={windows: 32, length: 512}"]
     if "learn.weight_bits=4" in settings:
         run(folder / "w4", [*shared, w4])
         return
@@ -130,7 +131,7 @@ def cell(out: Path, name: str, seed: int, data: str) -> None:
 
 def rows_of(out: Path, name: str, bits: str) -> list[dict]:
     """The results of a setting at some bits, one for each seed that is done."""
-    files = sorted((out / name.replace(" ", "-")).glob(f"seed*/{bits}/results.json"))
+    files = sorted((out / name.replace(" ", "-")).glob(f"seed*/{bits}/{RESULTS}"))
     return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
 
