@@ -15,7 +15,7 @@
 #
 # A random rotation helps; a learned one helps more. `fisher` is the objective that needs no label
 # and never runs the quantised network: it captures, once, what each site reads and how much the
-# network would feel a change there, and makes what rounding will cost small.
+# loss would rise with a change there, and makes what rounding will cost small.
 
 # %%
 import json
@@ -25,11 +25,12 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 
 from qrot.evaluate.perplexity import Windows
-from qrot.run.config import RunConfig
-from qrot.run.results import table, title
-from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
+from qrot.report.results import table, title
+from qrot.report.run import write_report
+from qrot.run.config import RunConfig
+from qrot.run.run import run
 from qrot.scheme import Scheme
 
 # %% [markdown]
@@ -68,6 +69,9 @@ held_out = [(step["step"], step["held_out"]) for step in history if "held_out" i
 figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
 axis.plot(*zip(*held_out, strict=True), "o-")
 axis.set(xlabel="step", ylabel="nats that rounding will cost", title="On held-out windows", ylim=0)
+
+# %%
+write_report(Path(config.out))  # as `qrot run` does at its end
 
 # %% [markdown]
 # Everything is in `runs/notebook`: the rotations, the settings, the numbers, and `report.html`.

@@ -22,20 +22,20 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+from qrot.calibrate.capture import capture_hidden
 from qrot.evaluate.outliers import outliers
 from qrot.evaluate.perplexity import Windows, cut_windows
-from qrot.text import Data, read_texts
 from qrot.grid import Grid, fake_quantise
-from qrot.calibrate.capture import capture_hidden
-from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
 from qrot.model.io.load import load
 from qrot.model.io.tokenizer import encode
+from qrot.network import fold, fuse, logits
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import rotate
+from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
+from qrot.text import Data, read_texts
 
-model = fold_norms(load("smollm2"))
+model = load("smollm2")
+network = fold(model.network)
 tokens = encode(model.tokenizer, read_texts(Data()).evaluation)  # the manual that Python ships
 rows = cut_windows(tokens, Windows(length=256, count=1))
 
@@ -46,11 +46,11 @@ rows = cut_windows(tokens, Windows(length=256, count=1))
 # the layer where its largest value is: the first 48 tokens, each a row, every channel a column.
 
 # %%
-hidden = capture_hidden(model, rows)[:, 0]  # [layers and behind the last, tokens, channels]
+hidden = capture_hidden(network, rows)[:, 0]  # [layers and behind the last, tokens, channels]
 layer = int(np.abs(hidden).max((1, 2)).argmax())
 x = jnp.asarray(hidden[layer], jnp.float32)
-rotations = random_rotations(model.config, seed=0)
-turned = rotate(x, rotations.residual)
+transform = Transform(random_rotations(network.config, seed=0))
+rotated = transform.rotations["residual"].apply(x)
 
 
 def picture(axis, values, title):
@@ -62,7 +62,7 @@ def picture(axis, values, title):
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
 picture(axes[0], x, f"before layer {layer}")
-image = picture(axes[1], turned, "times a random Hadamard matrix")
+image = picture(axes[1], rotated, "times a random Hadamard matrix")
 figure.colorbar(image, ax=axes, label="log10 |x|")
 # %% [markdown]
 # The vertical lines are outlier channels. The bright first row is the first token, which the
@@ -70,7 +70,7 @@ figure.colorbar(image, ax=axes, label="log10 |x|")
 # length of every row as it is, and spreads it over all channels.
 
 # %%
-for name, values in {"before": x, "after": turned}.items():
+for name, values in {"before": x, "after": rotated}.items():
     told = outliers(values)
     largest = np.argsort(-np.asarray(told.largest))[:3]
     channels = ", ".join(f"{i}: {told.largest[i]:,.0f}" for i in largest)
@@ -83,14 +83,14 @@ for name, values in {"before": x, "after": turned}.items():
 
 # %%
 grid = Grid(bits=4, kind="asymmetric", granularity="token")
-for name, values in {"before": x, "after": turned}.items():
+for name, values in {"before": x, "after": rotated}.items():
     error = fake_quantise(values, grid) - values
     share = jnp.square(error).sum(1) / jnp.square(values).sum(1)
     print(f"{name:>7}: median error {float(jnp.median(share)):.2%} of a token's energy")
 
 token = 100
 figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
-for axis, values, title in zip(axes, (x, turned), ("before", "after"), strict=True):
+for axis, values, title in zip(axes, (x, rotated), ("before", "after"), strict=True):
     row = values[token]
     axis.plot(row, ".", ms=2)
     for level in np.unique(np.asarray(fake_quantise(row[None], grid))):
@@ -107,23 +107,23 @@ for axis, values, title in zip(axes, (x, turned), ("before", "after"), strict=Tr
 # same. Then activations, keys and values are rounded, the weights are not.
 
 # %%
-rounded = Scheme(activations=grid, keys=Grid(4, "asymmetric"), values=Grid(4, "asymmetric"))
-params, online, _ = fuse(model.params, rotations, model.config)
+scheme = Scheme(activations=grid, keys=Grid(4, "asymmetric"), values=Grid(4, "asymmetric"))
+fused = fuse(network, transform)
 
 
-def nats(params, **options):
+def nats(network):
     """The mean loss of a token."""
-    logits = forward(params, jnp.asarray(rows), model.config, **options)
-    logits = logits[0, :-1] - logits[0, :-1].max(-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, jnp.asarray(rows)[0, 1:, None], axis=-1)[:, 0]
-    return float((jnp.log(jnp.exp(logits).sum(-1)) - chosen).mean())
+    z = logits(network, jnp.asarray(rows))[0, :-1]
+    z = z - z.max(-1, keepdims=True)
+    chosen = jnp.take_along_axis(z, jnp.asarray(rows)[0, 1:, None], axis=-1)[:, 0]
+    return float((jnp.log(jnp.exp(z).sum(-1)) - chosen).mean())
 
 
 for name, loss in {
-    "full precision": nats(model.params),
-    "full precision, rotated": nats(params, rotations=online),
-    "4 bits": nats(model.params, scheme=rounded),
-    "4 bits, rotated": nats(params, rotations=online, scheme=rounded),
+    "full precision": nats(network),
+    "full precision, rotated": nats(fused),
+    "4 bits": nats(network.replace(scheme=scheme)),
+    "4 bits, rotated": nats(fused.replace(scheme=scheme)),
 }.items():
     print(f"{name:>24}: {loss:6.3f} nats a token, perplexity {np.exp(loss):,.1f}")
 

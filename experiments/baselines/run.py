@@ -163,7 +163,7 @@ def sliced(out: Path) -> str:
 
 def main() -> None:
     """Run what is missing, keep the table after every cell, print both at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", help="the folder with wiki.train*.raw and wiki.test.raw")
     parser.add_argument("--out", type=Path, default=Path("runs/baselines"))
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")

@@ -169,7 +169,7 @@ def table(out: Path) -> str:
 
 def main() -> None:
     """Run what is missing and print the table after every cell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", help="the folder with wiki.train*.raw and wiki.test.raw")
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--seeds", type=int, default=3, help="at most so many of each row")
