@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from scipy import stats
 
 from qrot.cli import app
 from qrot.errors import InputError
-from qrot.study.compare import Group, chosen, difference, grouped, read_runs
+from qrot.study.compare import Group, chosen, difference, differing, grouped, read_runs
 
 PROTOCOL = dict.fromkeys(
     ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"
@@ -125,6 +127,36 @@ def test_different_protocols_do_not_compare(folder):
         read_runs([first, other])
     with pytest.raises(InputError, match="no run folder"):
         read_runs([first.parent / "absent"])
+
+
+def test_runs_of_older_versions_compare_with_those_of_today(folder):
+    sections = {"gptq": {"damping": 0.01}, "awq": {"steps": 20}, "quip": {}, "qat": {}}
+    older = folder("a", [row("learned", 0, 2.0)], weight_method="gptq", **sections)
+    today = {"weights": {"method": "gptq", "damping": 0.01}}
+    same = folder("b", [row("learned", 1, 2.5)], **today, keep="none")
+    runs = read_runs([older, same])
+    assert differing(runs) == []
+    (found,) = grouped(runs)
+    assert found.nll == {0: 2.0, 1: 2.5}
+    plain = folder("c", [row("learned", 2, 3.0)], weight_method="rtn", **sections)
+    names = [g.name for g in grouped(read_runs([older, plain]), ["weights.method"])]
+    assert names == ["learned, weights.method=rtn", "learned, weights.method=gptq"]
+    both = folder("d", [row("learned", 3, 3.0)], weight_method="rtn", **today)
+    with pytest.raises(InputError, match=r"d/config\.yaml: .*write weights\.method=rtn"):
+        read_runs([both])
+
+
+def test_a_comparison_needs_no_jax(folder):
+    path = folder("a", [row("random_hadamard", s, 4 + s / 10) for s in range(3)])
+    code = (
+        "import sys; from qrot.cli import app; app(sys.argv[1:], standalone_mode=False); "
+        "assert 'jax' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "compare", str(path), "--report", str(path / "a.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "random hadamard" in done.stdout
+    assert (path / "a.html").exists()
 
 
 def test_the_other_text_has_a_comparison_of_its_own(folder, capsys):

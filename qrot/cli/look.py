@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -36,30 +37,40 @@ def compare(
 
 def print_comparison(
     runs: list[Path],
-    by: list[str],
-    against: str | None,
-    kind: str,
+    by: Sequence[str] = (),
+    against: str | None = None,
+    kind: str = "terminal",
     report: Path | None = None,
     other: bool = False,
 ) -> None:
-    """What `qrot compare` prints, and its report if one is asked for."""
+    """What `qrot compare` prints, and its report if one is asked for; the arguments are its own.
+
+    Raises:
+        InputError: where an argument or a run folder makes no sense, or the report cannot be
+            written.
+    """
     from rich.console import Console
 
-    from qrot.run import compare as module
-    from qrot.run.results import title
+    from qrot.report import differences
+    from qrot.report.results import title
+    from qrot.study.compare import chosen, grouped, read_runs, together
 
-    formats = {"terminal": module.terminal, "markdown": module.markdown, "csv": module.as_csv}
+    formats = {
+        "terminal": differences.terminal,
+        "markdown": differences.markdown,
+        "csv": differences.as_csv,
+    }
     if kind not in formats:
         raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report: {report.parent} is no folder")
-    found = module.read_runs(runs, other)
-    groups = module.grouped(found, by)
-    base = module.chosen(groups, against)
-    table = formats[kind](module.lines(groups, base))
+    found = read_runs(runs, other)
+    groups = grouped(found, by)
+    base = chosen(groups, against)
+    table = formats[kind](differences.lines(groups, base))
     if kind == "terminal":
-        head = title(module.together(found))
-        Console().print(head, table, module.NOTE, sep="\n", highlight=False)
+        head = title(together(found))
+        Console().print(head, table, differences.NOTE, sep="\n", highlight=False)
     else:
         print(table, end="")
     if report is not None:

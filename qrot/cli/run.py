@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from qrot.cli.look import print_comparison
 from qrot.errors import InputError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qrot.run.config import RunConfig
+
 _SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png", ".html")
+
+
+class _Launch(NamedTuple):
+    """How the runs of a sweep are launched: so many at a time, on a cluster, with its options."""
+
+    jobs: int | None
+    cluster: str | None
+    options: list[str]
 
 
 def run(
@@ -51,52 +64,83 @@ def run(
 
     A run that was interrupted goes on where it stopped; a sweep skips what is done.
     """
+    from qrot.run.read import find_config
+
+    file, overrides = find_config(config), overrides or []
+    if not sweep and (jobs or cluster or cluster_option):
+        raise InputError("--jobs, --cluster and --cluster-option go with --sweep")
+    if sweep or dry_run:
+        launch = _Launch(jobs, cluster, cluster_option or [])
+        _sweep(file, overrides, sweep or [], dry_run, launch)
+    else:
+        _run(config, file, overrides)
+
+
+def _run(name: str, file: Path, overrides: list[str]) -> None:
+    """One run of a configuration that the command line has this name for."""
     import logging
 
     from rich.console import Console
 
-    from qrot.run.config import PRESETS, applied, find_config, read_config
-    from qrot.run.mixed import bits_maps
-    from qrot.run.results import notes, table, title
-    from qrot.run.run import run as run_config
-    from qrot.report.scores import score_table, score_title
+    from qrot.run.read import PRESETS, applied, read_config
 
     # Orbax logs the traceback of what it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    console = Console()
-    file = find_config(config)
-    if not sweep and (jobs or cluster or cluster_option):
-        raise InputError("--jobs, --cluster and --cluster-option go with --sweep")
-    if sweep or dry_run:
-        _sweep(file, overrides or [], sweep or [], dry_run, jobs, cluster, cluster_option or [])
-        return
-    settings = read_config(file, overrides or [])
+    console, settings = Console(), read_config(file, overrides)
     if file.parent == PRESETS:
-        console.print(f"{config}, with these settings:", applied(settings), sep="\n", markup=False)
+        console.print(f"{name}, with these settings:", applied(settings), sep="\n", markup=False)
+    folder = Path(settings.out)
     try:
-        results = run_config(settings, console)
+        results = run_and_report(settings, console)
     except KeyboardInterrupt:
-        print(f"stopped; run again to go on from {settings.out}", file=sys.stderr)
+        print(f"stopped; run again to go on from {folder}", file=sys.stderr)
         raise typer.Exit(130) from None
+    _show(results, console)
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
+    console.print(f"{folder}: {', '.join(files)}", highlight=False)
+
+
+def run_and_report(config: RunConfig, console: Console) -> dict[str, Any]:
+    """A run, and its report in its folder: all that `qrot run` writes.
+
+    Args:
+        config: of the run.
+        console: that progress goes to.
+
+    Returns:
+        The contents of results.json.
+
+    Raises:
+        InputError: as `qrot.run.run.run` does, and where the report cannot be written; what is in
+            the folder by then is whole.
+    """
+    from qrot.report.run import write_report
+    from qrot.run.folder import writing
+    from qrot.run.run import run
+
+    results = run(config, console)
+    with writing(Path(config.out)):
+        write_report(Path(config.out))
+    return results
+
+
+def _show(results: dict[str, Any], console: Console) -> None:
+    """The tables of a run."""
+    from qrot.report.bits import bits_maps
+    from qrot.report.results import notes, table, title
+    from qrot.report.scores import score_table, score_title
+
     console.print("", title(results), table(results), notes(results), sep="\n", highlight=False)
     if "zeroshot" in results:
         console.print("", score_title(results), score_table(results), sep="\n", highlight=False)
     for drawn in bits_maps(results):
         console.print("", drawn, sep="\n", highlight=False)
-    folder = Path(settings.out)
-    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
-    console.print(f"{folder}: {', '.join(files)}", highlight=False)
 
 
 def _sweep(
-    file: Path,
-    overrides: list[str],
-    sweeps: list[str],
-    dry_run: bool,
-    jobs: int | None,
-    cluster: str | None,
-    options: list[str],
+    file: Path, overrides: list[str], sweeps: list[str], dry_run: bool, launch: _Launch
 ) -> None:
+    """A plan of runs, or all of them and their comparison."""
     from rich.console import Console
 
     from qrot.study.launch import run_sweep
@@ -109,13 +153,14 @@ def _sweep(
         console.print(plan(combinations, seconds), source, sep="\n", highlight=False)
         return
     study = Path(combinations[0].config.out).parent
+    jobs, cluster, options = launch
     try:
         failures = run_sweep(combinations, console, jobs=jobs, cluster=cluster, options=options)
     except KeyboardInterrupt:
         print(f"stopped; run again to go on in {study}", file=sys.stderr)
         raise typer.Exit(130) from None
     try:
-        print_comparison([study], [], None, "terminal")
+        print_comparison([study])
     except InputError as error:  # what was run is there, even if no table holds all of it
         print(f"qrot: no table of the study: {error}", file=sys.stderr)
     for failure in failures:

@@ -6,7 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qrot.errors import InputError
 from qrot.files import write_text
+from qrot.learn.history import load_history
 from qrot.report import page
 from qrot.report.anatomy import anatomy_sections
 from qrot.report.bars import Bar, caption, perplexity, seconds
@@ -14,7 +16,7 @@ from qrot.report.curves import learning
 from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
 from qrot.report.tables import by_method, is_learned
-from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_metrics, read_results
+from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_results
 
 FILE = "report.html"
 PICTURE = "learning.png"
@@ -63,14 +65,24 @@ def histories(folder: Path, results: dict[str, Any]) -> list[History]:
     Args:
         folder: of the run.
         results: the contents of its results.json.
+
+    Raises:
+        InputError: where a metrics.jsonl is damaged.
     """
     found = []
     for row in results["rows"]:
         if is_learned(row) and "rotations" in row:
-            own = (folder / row["rotations"]).parent
-            if (own / METRICS).exists():
-                found.append(History(row, own, read_metrics(own / METRICS)))
+            file = (folder / row["rotations"]).parent / METRICS
+            if file.exists():
+                found.append(History(row, file.parent, _lines(file)))
     return found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        return load_history(file)
+    except ValueError as error:
+        raise InputError(f"{file}: damaged ({error})") from error
 
 
 def _plot(history: History, model: str) -> None:

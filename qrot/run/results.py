@@ -52,16 +52,3 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
         OSError: where it cannot be written.
     """
     write_text(path, json.dumps(results, indent=2) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, but one at the end that a kill has cut off.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        A dictionary a line, with its `step`; none where there is no file.
-    """
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -17,6 +17,7 @@ from scipy import stats
 
 from qrot.errors import InputError, located
 from qrot.files import first_difference
+from qrot.run.older import translated
 from qrot.run.results import FULL_PRECISION, RESULTS, read_results
 
 LEVEL = 0.95  # of the intervals
@@ -263,7 +264,10 @@ def _settings(file: Path) -> dict[str, Any]:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise InputError(f"{file}: cannot be read") from error
-    return dict(_flat(settings, ""))
+    if not isinstance(settings, dict):
+        raise InputError(f"{file}: damaged")
+    with located(file):
+        return dict(_flat(translated(settings), ""))
 
 
 def _flat(settings: Any, where: str):
