@@ -119,8 +119,7 @@ def round_layer(
             BLOCK,
         )
         warn_of_damping(f"{site} in {where}", settings.damping, float(used))
-        weights, scales = (dict(zip(names, x, strict=True)) for x in zip(*solved, strict=True))
-        layer = with_weights(layer, weights, scales)
+        layer = with_weights(layer, dict(zip(names, solved, strict=True)))
     return layer
 
 

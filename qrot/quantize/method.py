@@ -69,19 +69,16 @@ def on_symmetric_grid(scheme: Scheme, layers: int) -> tuple[str, ...]:
 
 def with_weights(
     layer: Layers,
-    weights: dict[str, Float[Array, "in out"]],
-    scales: dict[str, Float[Array, "groups out"]] | None = None,
+    rounded: dict[str, tuple[Float[Array, "in out"], Float[Array, "groups out"] | None]],
 ) -> Layers:
     """A layer with other weights in some of its projections.
 
     Args:
         layer: one (no `layers` axis).
-        weights: by projection.
-        scales: of the grids that they are on; None where they are on none that is symmetric.
+        rounded: by projection the weight, and its scales as `Linear` has them.
     """
-    scales = scales or {}
     return layer.replace(
-        **{n: layer.linear(n).replace(weight=w, scale=scales.get(n)) for n, w in weights.items()}
+        **{n: layer.linear(n).replace(weight=w, scale=scale) for n, (w, scale) in rounded.items()}
     )
 
 
