@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs are compiled once: three quarters of the suite's time would go there. Runs that tests start
-# as processes of their own find them, too.
+# Programs are compiled once: three quarters of the suite's time would go there. Runs that tests
+# start as processes of their own find them, too.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache/jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -10,20 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from qrot.errors import InputError
-from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.forms import (
-    Clips,
-    Hadamard,
-    Kronecker,
-    Learned,
-    Rotations,
-    Scales,
-    Shifts,
-    as_matrix,
-    rotate,
-    unrotate,
-)
-from qrot.rotation.store import load_rotations, save_rotations
+from qrot.hadamard.factors import hadamard_dense, hadamard_factors, hadamard_matrix
+from qrot.rotation.forms import Blocks, Dense, Hadamard, Kronecker, rotate, unrotate
+from qrot.rotation.random import RotationSites, random_rotations, stream
+from qrot.rotation.store import FORMAT, load_rotations, save_rotations
+from qrot.rotation.transform import Online, Transform
 
 
 @dataclass(frozen=True)
@@ -32,6 +23,8 @@ class Sizes:
     intermediate_size: int = 56
     num_hidden_layers: int = 3
     head_dim: int = 12
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
 
 
 SIZES = Sizes()
@@ -42,27 +35,15 @@ kinds = pytest.mark.parametrize("kind", ["hadamard", "orthogonal", "identity"])
 whole_and_blocks = pytest.mark.parametrize("sites", SITES)
 
 
-def full(rotation):
-    """As one dense matrix [..., n, n], whatever the form."""
-    matrix = as_matrix(rotation)
-    if isinstance(rotation, Hadamard) or matrix.ndim == 2:
-        return matrix
-    return block_diagonal(matrix)
-
-
-def block_diagonal(blocks):
-    count, b, _ = blocks.shape
-    result = np.zeros((count * b, count * b))
-    for i, block in enumerate(blocks):
-        result[i * b : (i + 1) * b, i * b : (i + 1) * b] = block
-    return result
-
-
-def forms(rotations):
+def each(rotations):
     """Every rotation of a model, the value rotations layer by layer."""
-    values = [] if rotations.value is None else list(rotations.value)
-    single = (rotations.residual, rotations.key, rotations.down)
-    return [r for r in (*single, *values) if r is not None]
+    values = rotations.get("value")
+    layers = [] if values is None else [at(values, i) for i in range(values.stack[0])]
+    return [*(r for name, r in rotations.items() if name != "value"), *layers]
+
+
+def at(rotation, i):
+    return jax.tree.map(lambda x: x[i], rotation)
 
 
 # Random rotations
@@ -72,20 +53,21 @@ def forms(rotations):
 @kinds
 def test_they_are_orthogonal(kind, sites):
     rotations = random_rotations(SIZES, 0, kind=kind, sites=SITES[sites])
-    shapes = [full(rotation).shape for rotation in forms(rotations)]
+    shapes = [rotation.dense().shape for rotation in each(rotations)]
     assert shapes == [(48, 48), (12, 12), (56, 56), *[(12, 12)] * 3]
-    for rotation in forms(rotations):
-        matrix = full(rotation)
+    for rotation in each(rotations):
+        matrix = rotation.dense()
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(len(matrix)), atol=1e-6)
-    assert rotations.residual.dtype == rotations.value.dtype == jnp.float32
-    assert isinstance(rotations.key, Hadamard)
-    assert isinstance(rotations.down, Hadamard)
+    assert {x.dtype for x in jax.tree.leaves(rotations)} == {np.dtype(np.float32)}
+    assert isinstance(rotations["residual"], Dense if sites == "whole" else Blocks)
+    assert isinstance(rotations["key"], Hadamard)
+    assert isinstance(rotations["down"], Hadamard)
 
 
 @kinds
 def test_kinds_are_what_they_say(kind):
     rotations = random_rotations(SIZES, 0, kind=kind)
-    for matrix in (full(rotations.residual), full(rotations.value[2])):
+    for matrix in (rotations["residual"].dense(), rotations["value"].dense()[2]):
         n = len(matrix)
         flat = np.allclose(np.abs(matrix) * np.sqrt(n), 1, atol=1e-5)
         assert flat == (kind == "hadamard")
@@ -96,25 +78,45 @@ def test_kinds_are_what_they_say(kind):
 def test_seeds(kind):
     once, again, other = (random_rotations(SIZES, seed, kind=kind) for seed in (3, 3, 4))
     for where in WHERE:
-        a, b, c = (as_matrix(getattr(r, where)) for r in (once, again, other))
+        a, b, c = (rotations[where].dense() for rotations in (once, again, other))
         np.testing.assert_array_equal(a, b)
         fixed = kind == "identity" and where in ("residual", "value")
         assert np.array_equal(a, c) == fixed
-    layers = as_matrix(once.value)
+    layers = once["value"].dense()
     assert np.array_equal(layers[0], layers[1]) == (kind == "identity")
 
 
 def test_haar_is_not_biased_by_the_signs_of_qr():
     """E[trace R] = 0; LAPACK's own R has a diagonal of one sign."""
     many = [random_rotations(Sizes(4, 4, 1, 4), seed, kind="orthogonal") for seed in range(200)]
-    traces = [np.trace(as_matrix(rotations.residual)) for rotations in many]
+    traces = [np.trace(rotations["residual"].dense()) for rotations in many]
     assert abs(np.mean(traces)) < 4 / np.sqrt(200)  # the variance of a trace is 1
 
 
 @pytest.mark.parametrize("off", WHERE)
 def test_sites_are_switched_off(off):
     rotations = random_rotations(SIZES, 0, sites=replace(RotationSites(), **{off: False}))
-    assert [getattr(rotations, where) is None for where in WHERE] == [w == off for w in WHERE]
+    assert rotations.keys() == set(WHERE) - {off}
+
+
+@pytest.mark.parametrize("off", WHERE)
+@kinds
+def test_a_site_that_is_off_leaves_the_others_as_they_are(kind, off):
+    """Each draws from a stream of its own, so that differences between runs are paired."""
+    whole = random_rotations(SIZES, 3, kind=kind)
+    for other in (False, 4):
+        some = random_rotations(SIZES, 3, kind=kind, sites=RotationSites(**{off: other}))
+        for where in WHERE:
+            if where != off:
+                np.testing.assert_array_equal(some[where].dense(), whole[where].dense())
+
+
+def test_streams_are_apart_from_each_other_and_from_that_of_the_seed():
+    keys = [(), (0,), (0, 0), ("a",), ("b",), ("a", 0), (0, "a"), ("a", "b")]
+    draws = [np.random.default_rng(5), *(stream(5, *key) for key in keys), stream(6, "a")]
+    first = {tuple(draw.integers(0, 2**32, 4)) for draw in draws}
+    assert len(first) == len(draws)
+    np.testing.assert_array_equal(stream(5, "a", 1).random(3), stream(5, "a", 1).random(3))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +144,8 @@ def test_sizes_that_cannot_be_rotated(sizes, sites, message):
 def test_rotate_multiplies_by_the_matrix_and_unrotate_goes_back(kind, sites, dtype):
     rotations = random_rotations(SIZES, 1, kind=kind, sites=SITES[sites])
     tolerance = 1e-5 if dtype == jnp.float32 else 0.05
-    for rotation in forms(rotations):
-        matrix = full(rotation)
+    for rotation in each(rotations):
+        matrix = rotation.dense()
         assert not np.allclose(matrix, matrix.T, atol=1e-3)
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, len(matrix))), dtype)
         there, back = rotate(x, rotation), unrotate(x, rotation)
@@ -162,10 +164,10 @@ def test_none_is_no_rotation():
 
 
 def test_a_gradient_flows_to_the_rotation():
-    r = random_rotations(SIZES, 0).residual
+    r = random_rotations(SIZES, 0)["residual"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 48)), jnp.float32)
-    gradient = jax.grad(lambda r: (rotate(x, r) ** 3).sum())(r)
-    np.testing.assert_allclose(gradient, x.T @ (3 * (x @ r) ** 2), rtol=1e-3, atol=1e-3)
+    gradient = jax.grad(lambda r: (rotate(x, r) ** 3).sum())(r).matrix
+    np.testing.assert_allclose(gradient, x.T @ (3 * (x @ r.matrix) ** 2), rtol=1e-3, atol=1e-3)
 
 
 # Files
@@ -183,10 +185,10 @@ def same(a, b):
 @whole_and_blocks
 def test_a_file_gives_back_what_was_saved(tmp_path, sites):
     path = tmp_path / "rotations.safetensors"
-    rotations = random_rotations(SIZES, 5, sites=SITES[sites])
-    save_rotations(path, Learned(rotations), META)
-    learned, metadata = load_rotations(path, digest=META["digest"])
-    same(learned, Learned(rotations))
+    transform = Transform(random_rotations(SIZES, 5, sites=SITES[sites]))
+    save_rotations(path, transform, META)
+    loaded, metadata = load_rotations(path, digest=META["digest"])
+    same(loaded, transform)
     assert metadata == META
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -195,31 +197,127 @@ def test_a_file_keeps_what_is_beside_and_what_is_off(tmp_path):
     path = tmp_path / "rotations.safetensors"
     rotations = random_rotations(SIZES, 5, sites=RotationSites(value=False, down=28))
     # A transposed array is not contiguous in memory.
-    rotations = rotations.replace(residual=np.asarray(rotations.residual).T)
-    learned = Learned(
+    rotations["residual"] = Dense(np.asarray(rotations["residual"].matrix).T)
+    transform = Transform(
         rotations,
-        Shifts(qkv=jnp.ones((3, 48)), down=jnp.zeros((3, 56))),
-        Clips(qkv=jnp.asarray([1.0, 0.9, 0.8]), values=jnp.ones(3)),
-        Scales(keys=jnp.ones((3, 2, 4))),
+        scales={"keys": jnp.ones((3, 2, 4))},
+        shifts={"qkv": jnp.ones((3, 48)), "down": jnp.zeros((3, 56))},
+        clips={"qkv": jnp.asarray([1.0, 0.9, 0.8]), "values": jnp.ones(3)},
     )
-    save_rotations(path, learned, META)
-    same(load_rotations(path)[0], learned)
+    save_rotations(path, transform, META)
+    same(load_rotations(path)[0], transform)
 
 
 def test_a_file_keeps_online_rotations_that_were_learned(tmp_path):
     path = tmp_path / "rotations.safetensors"
+    transform = Transform({"key": Dense(jnp.ones((3, 2, 8, 8))), "down": kronecker()})
+    save_rotations(path, transform, META)
+    same(load_rotations(path)[0], transform)
+
+
+def test_a_file_holds_what_is_online_of_a_fused_network(tmp_path):
+    path = tmp_path / "rotations.safetensors"
+    rotations = {"down": Hadamard(jnp.ones(56), 28)}
+    online = Online(rotations, {"o": jnp.ones((3, 48))}, {"o": jnp.ones(3)})
+    save_rotations(path, online, META)
+    same(load_rotations(path)[0], Transform(rotations, {}, online.shifts, online.clips))
+
+
+def kronecker():
     draw = np.random.default_rng(0)
-    arrays = [
-        jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 56), (3, 7, 7), (3, 8, 8))
-    ]
-    learned = Learned(Rotations(key=jnp.ones((3, 2, 1, 8, 8)), down=Kronecker(*arrays)))
-    save_rotations(path, learned, META)
-    same(load_rotations(path)[0], learned)
+    shapes = ((3, 56), (3, 7, 7), (3, 8, 8))
+    return Kronecker(*(jnp.asarray(draw.normal(size=s), jnp.float32) for s in shapes))
+
+
+# Files of before: name, tensor; what it has become; its block, where it was a Hadamard rotation.
+OLDER = {
+    "whole": ({"residual": (48, 48), "value": (3, 12, 12)}, (Dense, Dense)),
+    "blocks": ({"residual": (4, 12, 12), "value": (3, 3, 4, 4)}, (Blocks, Blocks)),
+    "by head": ({"value": (3, 2, 1, 12, 12), "key": (3, 2, 1, 12, 12)}, (Dense, Dense)),
+    "blocks by head": ({"value": (3, 2, 3, 4, 4), "down": (3, 14, 4, 4)}, (Blocks, Blocks)),
+}
+
+
+def write_older(path, tensors, blocks, version):
+    """As qrot wrote formats 2 and 3: a matrix has no name of its own."""
+    header = {"format": f"qrot rotations {version}", "blocks": blocks, **META}
+    metadata = {key: json.dumps(value) for key, value in header.items()}
+    wide = {
+        n: np.asarray(x, x.dtype if x.dtype == np.int8 else np.float32) for n, x in tensors.items()
+    }
+    save_file({name: np.ascontiguousarray(x) for name, x in wide.items()}, path, metadata)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("name", OLDER)
+def test_a_file_of_before_is_read(tmp_path, name, version):
+    path, draw = tmp_path / "older.safetensors", np.random.default_rng(0)
+    shapes, kinds = OLDER[name]
+    arrays = {where: draw.normal(size=shape).astype(np.float32) for where, shape in shapes.items()}
+    beside = {"shifts.qkv": np.ones((3, 48)), "clips.o": np.ones(3), "scales.keys": np.ones((3, 2))}
+    named = {f"rotations.{where}": x for where, x in arrays.items()}
+    write_older(path, named | beside, {}, version)
+    transform, metadata = load_rotations(path, digest=META["digest"])
+    assert metadata == META
+    assert list(transform.shifts) == ["qkv"]
+    assert list(transform.clips) == ["o"]
+    assert list(transform.scales) == ["keys"]
+    for (where, x), kind in zip(arrays.items(), kinds, strict=True):
+        rotation = transform.rotations[where]
+        assert isinstance(rotation, kind)
+        (found,) = jax.tree.leaves(rotation)
+        np.testing.assert_array_equal(found, x.squeeze(2) if name == "by head" else x)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("block", [None, 28])
+def test_signs_of_a_file_of_before_are_read(tmp_path, block, version):
+    path, signs = tmp_path / "older.safetensors", np.random.default_rng(0).choice([-1.0, 1.0], 56)
+    factors = [hadamard_matrix(n) for n in hadamard_factors(block or 56)]
+    online = kronecker()
+    tensors = {f"rotations.key.{part}": x for part, x in vars(online).items()}
+    tensors["rotations.down.signs"] = signs
+    if version == 3:
+        tensors |= {f"rotations.down.factor{i}": x for i, x in enumerate(factors)}
+    write_older(path, tensors, {"down": block, "key": None}, version)
+    transform, _ = load_rotations(path)
+    same(transform, Transform({"down": Hadamard(jnp.float32(signs), block), "key": online}))
+    np.testing.assert_allclose(
+        transform.rotations["down"].dense(), signs[:, None] * hadamard_dense(56, block)
+    )
+    if version == 3:
+        tensors["rotations.down.factor0"] = np.rot90(factors[0])
+        write_older(path, tensors, {"down": block, "key": None}, version)
+        with pytest.raises(InputError, match="made with other Hadamard matrices"):
+            load_rotations(path)
+
+
+def write_new(path, tensors, forms):
+    header = {"format": FORMAT, "forms": forms, **META}
+    save_file(tensors, path, {key: json.dumps(value) for key, value in header.items()})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "forms", "sentence"),
+    [
+        ({"weight": 3}, {}, "holds weight, which no rotation file has"),
+        ({"rotations.down.signs": 8}, {}, "its tensors are not those of no rotation"),
+        ({"clips.o": 3}, {"down": {"form": "dense"}}, "its tensors are not those of down"),
+        ({"rotations.key.signs": 8}, {"key": {"form": "dense"}}, "the rotation key is of no form"),
+        ({"rotations.key.signs": 8}, {"key": {"form": "givens"}}, "the rotation key is of no form"),
+        ({"rotations.key.signs": 8}, {"key": {"form": "hadamard"}}, "key is of no form"),
+    ],
+)
+def test_a_file_whose_tensors_are_others_is_refused(tmp_path, tensors, forms, sentence):
+    path = tmp_path / "odd.safetensors"
+    write_new(path, {name: np.ones(n, np.float32) for name, n in tensors.items()}, forms)
+    with pytest.raises(InputError, match=f"{path}: .*{sentence}"):
+        load_rotations(path)
 
 
 def test_use_with_other_weights_warns(tmp_path):
     path = tmp_path / "rotations.safetensors"
-    save_rotations(path, Learned(random_rotations(SIZES, 5)), META | {"trained_weight_bits": 16})
+    save_rotations(path, Transform(random_rotations(SIZES, 5)), META | {"trained_weight_bits": 16})
     load_rotations(path, weight_bits=16)
     with pytest.warns(
         UserWarning, match="learned with weights at 16 bits and is used .* at 4 bits"
@@ -230,7 +328,7 @@ def test_use_with_other_weights_warns(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "rotations.safetensors"
-    save_rotations(path, Learned(random_rotations(SIZES, 5)), META)
+    save_rotations(path, Transform(random_rotations(SIZES, 5)), META)
     return path
 
 
@@ -270,8 +368,8 @@ def test_a_foreign_file_is_refused(tmp_path, metadata):
         load_rotations(path, digest="f" * 16)
 
 
-def test_rotations_are_a_pytree_with_named_leaves():
-    rotations = Rotations(residual=jnp.eye(4), down=Hadamard(jnp.ones(8), 4))
-    doubled = jax.tree.map(lambda x: 2 * x, rotations)
-    assert doubled.down.block == 4
-    np.testing.assert_array_equal(doubled.residual, 2 * np.eye(4))
+def test_a_transform_is_a_pytree_with_named_leaves():
+    transform = Transform({"residual": Dense(jnp.eye(4)), "down": Hadamard(jnp.ones(8), 4)})
+    doubled = jax.tree.map(lambda x: 2 * x, transform)
+    assert doubled.rotations["down"].block == 4
+    np.testing.assert_array_equal(doubled.rotations["residual"].matrix, 2 * np.eye(4))
