@@ -15,16 +15,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from qrot.errors import InputError
+from qrot.evaluate.losses import token_nll
 
 
 @dataclass(frozen=True)
 class Windows:
     """How a text becomes rows of tokens: consecutive windows, the tail dropped.
 
-    count: how many windows from the start of the text; None for all.
-    stride: tokens between the starts of windows; None for `length`, so that windows do not overlap.
-      Of an overlapping window only the last `stride` tokens are scored.
-    bos: whether a BOS token stands before every window (the window then has length - 1 of text).
+    Attributes:
+        length: tokens of a window.
+        count: how many windows from the start of the text; None for all.
+        stride: tokens between the starts of windows; None for `length`, so that windows do not
+            overlap. Of an overlapping window only the last `stride` tokens are scored.
+        bos: whether a BOS token stands before every window (the window then has length - 1 of
+            text).
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -49,7 +53,13 @@ def cut_windows(
 ) -> Int[np.ndarray, "count length"]:
     """Cut a text into windows.
 
-    Raises InputError where the text is shorter than asked for, or BOS is asked of a model without.
+    Args:
+        tokens: of the text.
+        windows: how it is cut.
+        bos_token_id: of the model; None where it has no BOS token.
+
+    Raises:
+        InputError: where the text is shorter than asked for, or BOS is asked of a model without.
     """
     text = windows.length - windows.bos
     stride = windows.stride or text
@@ -70,19 +80,19 @@ def cut_windows(
 def spread_windows(
     tokens: Int[np.ndarray, " tokens"], length: int, count: int
 ) -> Int[np.ndarray, "count length"]:
-    """Windows from all over a text, to calibrate on. Raises InputError where it is too short."""
+    """Windows from all over a text, to calibrate on.
+
+    Args:
+        tokens: of the text.
+        length: of a window, in tokens.
+        count: of the windows.
+
+    Raises:
+        InputError: where the text is too short.
+    """
     cut_windows(tokens, Windows(length, count))
     rows = cut_windows(tokens, Windows(length, None))
     return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
-
-
-def token_nll(
-    logits: Float[Array, "batch length vocab"], tokens: Int[Array, "batch length"]
-) -> Float[Array, "batch length-1"]:
-    """Negative log-likelihood in nats of each token but the first, given those before it."""
-    logits = logits[:, :-1].astype(jnp.promote_types(logits.dtype, jnp.float32))
-    target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - target
 
 
 def mean_nll(
@@ -95,16 +105,21 @@ def mean_nll(
 ) -> float:
     """Mean negative log-likelihood of the scored tokens, in nats; perplexity is exp of it.
 
-    logits_of: jit-compiled logits of a batch of rows. advance: told the rows done after a batch.
+    Args:
+        logits_of: jit-compiled logits of a batch of rows.
+        rows: tokens of the windows, from `cut_windows`.
+        windows: how they were cut.
+        batch: rows that run at once; the last batch is filled up.
+        advance: told the rows done after a batch.
     """
-    seen = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
+    scored_before = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
     total, scored = 0.0, 0
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         padded = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), 0)]))
         nll = np.asarray(_token_nll(logits_of(padded), padded), np.float64)[: len(part)]
         for i, row in enumerate(nll, start):
-            row = row[seen if i else 0 :]  # what overlaps was scored in the window before
+            row = row[scored_before if i else 0 :]  # what overlaps was scored in the window before
             total, scored = total + row.sum(), scored + len(row)
         advance(len(part))
     return total / scored

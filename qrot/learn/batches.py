@@ -1,9 +1,9 @@
-"""What a step trains on: windows of tokens, hidden states, or captured vectors."""
+"""What a step trains on, and what it is judged by: windows of tokens, hidden states, vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,55 +11,134 @@ import numpy as np
 from jaxtyping import Int
 
 from qrot.calibrate.capture import Captured, capture, capture_hidden
+from qrot.errors import InputError
+from qrot.evaluate.perplexity import Windows, cut_windows
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import Learn
-from qrot.model.params import Model
+from qrot.model.params import Network
+from qrot.rotation.random import stream
 
-TAPS = 256  # captured vectors a window
+Tokens = Int[np.ndarray, "count length"]
+
+
+class Batches(NamedTuple):
+    """Batches of one run of learning.
+
+    Attributes:
+        of_step: what a step, counted from 0, trains on; by seed and step alone, to be resumable.
+        held_out: what is judged by, each batch with the windows that it stands for.
+    """
+
+    of_step: Callable[[int], Any]
+    held_out: list[tuple[Any, int]]
+
+
+class Text(NamedTuple):
+    """The windows of the calibration text: those to learn from, those to judge by."""
+
+    rows: Tokens
+    held_out: Tokens
+
+
+def split_text(tokens: Int[np.ndarray, " tokens"], settings: Learn) -> Text:
+    """Cut the calibration text; its first windows are held out.
+
+    Raises:
+        InputError: where too few windows are left to learn from.
+    """
+    rows = cut_windows(tokens, Windows(settings.length, None))
+    count, left = len(rows), len(rows) - settings.held_out
+    if left < 1:
+        raise InputError(
+            f"the calibration text has {count} windows of {settings.length} tokens, all "
+            f"of them held out (learn.held_out: {settings.held_out})"
+        )
+    if left < settings.accumulate:
+        raise InputError(
+            f"learn.accumulate: {settings.accumulate} parts need as many windows, and of the "
+            f"{count} windows of {settings.length} tokens that the calibration text has, "
+            f"{settings.held_out} are held out"
+        )
+    return Text(rows[settings.held_out :], rows[: settings.held_out])
 
 
 def make_batches(
-    model: Model,
-    rows: Int[np.ndarray, "count length"],
-    held_out: Int[np.ndarray, "held length"],
-    captured: Captured | None,
-    settings: Learn,
-    seed: int,
-) -> tuple[Callable[[int], Any], list[Any]]:
-    """(step -> what to train on, batches to judge by); by seed and step alone, to be resumable.
+    network: Network, text: Text, captured: Captured | None, settings: Learn, seed: int
+) -> Batches:
+    """The batches that the objective asks for.
 
-    captured: of `rows`, for objectives of captured vectors.
+    Args:
+        network: folded, with nothing online.
+        text: its windows.
+        captured: of `text.rows`, for objectives of captured vectors.
+        settings: of learning.
+        seed: of what is drawn.
     """
-    kind = OBJECTIVES[settings.objective].batch
-    if kind == "captured":
-        assert captured is not None
-        needed = captured.gradients is not None
-        judged, _ = capture(model, held_out, taps=TAPS, seed=seed, gradients=needed)
-        return lambda step: drawn(captured, settings.batch, seed, step), [on_device(judged)]
-    size = min(settings.batch, len(rows))
-    size -= size % settings.accumulate
-    parts = [slice(i, i + size) for i in range(0, len(held_out), size)]
-    if kind == "tokens":
-        return (
-            lambda step: jnp.asarray(rows[_places(len(rows), size, seed, step)]),
-            [jnp.asarray(held_out[part]) for part in parts],
-        )
-    states = capture_hidden(model, rows[: settings.windows])
-    judged = capture_hidden(model, held_out)
-    size = min(size, states.shape[1])
-    return (
-        lambda step: jnp.asarray(states[:, _places(states.shape[1], size, seed, step)]),
-        [jnp.asarray(judged[:, part]) for part in parts],
+    return _KINDS[OBJECTIVES[settings.objective].batch](network, text, captured, settings, seed)
+
+
+def _tokens(network: Network, text: Text, captured, settings: Learn, seed: int) -> Batches:
+    count, size = len(text.rows), _size(text, settings)
+    return Batches(
+        lambda step: jnp.asarray(text.rows[_places(count, size, step, seed, "windows")]),
+        [(jnp.asarray(text.held_out[part]), n) for part, n in _parts(text, size)],
     )
 
 
+def _hidden(network: Network, text: Text, captured, settings: Learn, seed: int) -> Batches:
+    states = capture_hidden(network, text.rows[: settings.windows])
+    judged = capture_hidden(network, text.held_out)
+    count, size = states.shape[1], min(_size(text, settings), states.shape[1])
+    return Batches(
+        lambda step: jnp.asarray(states[:, _places(count, size, step, seed, "windows")]),
+        [(jnp.asarray(judged[:, part]), n) for part, n in _parts(text, _size(text, settings))],
+    )
+
+
+def _captured(network: Network, text: Text, captured, settings: Learn, seed: int) -> Batches:
+    judged, _ = capture(
+        network,
+        text.held_out,
+        vectors=settings.vectors,
+        seed=seed,
+        gradients=captured.gradients is not None,
+    )
+    return Batches(
+        lambda step: drawn(captured, settings.batch, seed, step),
+        [(on_device(judged), len(text.held_out))],
+    )
+
+
+_KINDS = {"tokens": _tokens, "hidden": _hidden, "captured": _captured}
+
+
+def _size(text: Text, settings: Learn) -> int:
+    """Windows of a batch."""
+    size = min(settings.batch, len(text.rows))
+    return size - size % settings.accumulate
+
+
+def _parts(text: Text, size: int) -> list[tuple[slice, int]]:
+    """Batches of the windows that are held out, and how many each has."""
+    count = len(text.held_out)
+    return [(slice(i, i + size), min(size, count - i)) for i in range(0, count, size)]
+
+
 def drawn(captured: Captured, size: int, seed: int, step: int) -> Captured:
-    """`size` of the vectors, first tokens among them in about their number, and their weights."""
+    """Some of the vectors, first tokens among them in about their number, and their weights.
+
+    Args:
+        captured: all of them.
+        size: how many.
+        seed: of what is drawn.
+        step: counted from 0.
+    """
     first, count = captured.first, len(captured.weight)
     heads = max(1, min(first, size * first // count))
     rest = max(1, min(size - heads, count - first))
     index = np.r_[
-        _places(first, heads, seed, step), first + _places(count - first, rest, seed, step)
+        _places(first, heads, step, seed, "first vectors"),
+        first + _places(count - first, rest, step, seed, "vectors"),
     ]
     share = captured.weight[:first].sum()
     weight = np.r_[np.full(heads, share / heads), np.full(rest, (1 - share) / rest)]
@@ -74,7 +153,7 @@ def on_device(captured: Captured) -> Captured:
     return jax.tree.map(jnp.asarray, captured)
 
 
-def _places(count: int, size: int, seed: int, step: int) -> Int[np.ndarray, " size"]:
+def _places(count: int, size: int, step: int, seed: int, what: str) -> Int[np.ndarray, " size"]:
     """Which of `count` make up a step's batch: all once an epoch, by seed and step alone."""
     epoch, place = divmod(step * size, count - count % size)
-    return np.random.default_rng((seed, epoch)).permutation(count)[place : place + size]
+    return stream(seed, "batches", what, epoch).permutation(count)[place : place + size]
