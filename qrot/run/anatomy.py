@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from qrot.run.inspect import SITES, residual_figures, site_figures
-from qrot.run.methods import METHODS
-from qrot.run.prepare import Inputs
-from qrot.run.results import write_text
-from qrot.progress import forward_seconds
 from qrot.calibrate.capture import capture, capture_hidden
-from qrot.model.params import Model
-from qrot.rotation.forms import Learned, Rotations, rotate
-from qrot.rotation.store import load_rotations
-from qrot.scheme import Scheme, layer_schemes
+from qrot.files import write_text
+from qrot.model.params import Network
+from qrot.progress import forward_seconds
+from qrot.rotation.forms import Rotation, rotate
+from qrot.rotation.transform import Transform
+from qrot.run.about import row_name
+from qrot.run.inputs import Inputs
+from qrot.run.inspect import residual_figures, site_figures
+from qrot.run.methods import METHODS
+from qrot.run.results import ANATOMY
+from qrot.sites import SITES
 
-FILE = "anatomy.json"
 TOKENS = 256
 CELLS = (64, 144)  # of the picture of an activation, at most
 STEPS = 2 + len(SITES)
-_KEPT_IN_A_FILE = ("smoothquant", "equalised")
 _LOUD = 4  # channels that are named
 
 
@@ -34,50 +33,64 @@ def keep_anatomy(inputs: Inputs, rows: list[dict[str, Any]]) -> None:
     """Look at the first window that judges, before and after what the best row put on the network;
     once, the file stays. Raises OSError where it cannot be written.
     """
-    file = inputs.folder / FILE
+    file = inputs.folder / ANATOMY
     if file.exists():
         return
-    name, learned = _best(inputs, rows)
+    name, transform = _best(inputs, rows)
     window = inputs.rows[:1, :TOKENS]
-    seconds = 4 + 2 * forward_seconds(inputs.model, window.size)
+    seconds = 4 + 2 * forward_seconds(inputs.millions, window.size)
+    network = inputs.network.replace(scheme=inputs.config.scheme)
     with inputs.stages.stage("looking at activations", STEPS, seconds=seconds) as advance:
-        found = anatomy(inputs.model, window, learned, inputs.config.scheme, advance=advance)
+        found = anatomy(network, window, transform, advance=advance)
     write_text(file, json.dumps({"after": name, **found}, separators=(",", ":")) + "\n")
 
 
+def _best(inputs: Inputs, rows: list[dict[str, Any]]) -> tuple[str, Transform | None]:
+    """The row of least loss that put something on the network: its name, and what that was."""
+    for row in sorted(rows, key=lambda row: row["nll"]):
+        transform = METHODS[row["method"]].recall(inputs, row)
+        if transform is not None:
+            return row_name(row["method"], row["seed"]), transform
+    return "", None
+
+
 def anatomy(
-    model: Model,
+    network: Network,
     rows: Int[np.ndarray, "count length"],
-    learned: Learned | None,
-    scheme: Scheme,
+    transform: Transform | None,
     *,
     advance: Callable[..., None] = lambda: None,
 ) -> dict[str, Any]:
     """Outliers and rounding errors of each site by layer, and one activation, in plain values.
 
-    model: folded. learned: what comes between before and after; without it there is no after.
-    Two passes over `rows`, layer by layer. advance: called STEPS times.
-    Returns {"tokens": how many, "sites": {site: {"crest" and "error": {"before" and "after": [one a
-    layer]}}}, "activation": the residual stream in front of the layer, or behind the last, where
-    its largest value is: {"place", "channels": how many, "loud": [[channel, largest |x|]],
-    "before" and "after": |x| [tokens, channels] as in `pooled`}}. `crest` and `error` are those of
-    `qrot.run.inspect`; the residual stream is not rounded and has no error, and no after
-    where it is not rotated.
+    Two passes over the windows, layer by layer.
+
+    Args:
+        network: folded; its scheme is that whose rounding errors are told.
+        rows: tokens of the windows to look at.
+        transform: what comes between before and after; without it there is no after.
+        advance: called STEPS times.
+
+    Returns:
+        {"tokens": how many, "sites": {site: {"crest" and "error": {"before" and "after": [one a
+        layer]}}}, "activation": the residual stream in front of the layer, or behind the last,
+        where its largest value is: {"place", "channels": how many, "loud": [[channel, largest
+        |x|]], "before" and "after": |x| [tokens, channels] as in `pooled`}}. `crest` and `error`
+        are those of `qrot.run.inspect`; the residual stream is not rounded and has no error, and
+        no after where it is not rotated.
     """
-    config = model.config
-    captured, _ = capture(model, rows, taps=rows.shape[1], seed=0)
+    captured, _ = capture(network, rows, vectors=rows.shape[1], seed=0)
     advance()
-    hidden = capture_hidden(model, rows)
-    rotation = None if learned is None else learned.rotations.residual
-    layers = residual_figures(hidden, Learned(Rotations(residual=rotation)))
+    hidden = capture_hidden(network, rows)
+    rotation = None if transform is None else transform.rotations.get("residual")
+    layers = residual_figures(hidden, rotation)
     whens = ("before",) if rotation is None else ("before", "after")
     sites = {"residual": {"crest": {w: [_short(x[w]["crest"]) for x in layers] for w in whens}}}
     advance()
-    states = {"before": Learned(Rotations())} | ({"after": learned} if learned else {})
-    for site in SITES:
-        grids = [getattr(each, site) for each in layer_schemes(scheme, config.num_hidden_layers)]
-        told = {w: site_figures(site, captured, x, config, grids) for w, x in states.items()}
-        sites[site] = {
+    states = {"before": Transform()} | ({} if transform is None else {"after": transform})
+    for name, site in SITES.items():
+        told = {w: site_figures(site, captured, x, network) for w, x in states.items()}
+        sites[name] = {
             figure: {w: [_short(layer[figure]) for layer in each] for w, each in told.items()}
             for figure in ("crest", "error")
         }
@@ -95,8 +108,9 @@ def pooled(x: Float[np.ndarray, "tokens channels"]) -> Float[np.ndarray, "rows c
     return x
 
 
-def _activation(hidden: np.ndarray, rotation) -> dict[str, Any]:
-    """hidden [layers_and_last count length n]."""
+def _activation(
+    hidden: Float[np.ndarray, "layers_and_last count length n"], rotation: Rotation | None
+) -> dict[str, Any]:
     wide = hidden.astype(np.float32).reshape(len(hidden), -1, hidden.shape[-1])
     layer = int(np.abs(wide).max((1, 2)).argmax())
     x = wide[layer]
@@ -112,27 +126,5 @@ def _activation(hidden: np.ndarray, rotation) -> dict[str, Any]:
     }
 
 
-def _best(inputs: Inputs, rows: list[dict[str, Any]]) -> tuple[str, Learned | None]:
-    """The row of least loss that put something on the network: its name, and what that was."""
-    for row in sorted(rows, key=lambda row: row["nll"]):
-        method, seed = row["method"], row["seed"]
-        name = method.replace("_", " ")
-        if method == "learned":
-            file = inputs.folder / row["rotations"]
-        elif method == "saved":
-            file = Path(inputs.config.saved or "")
-        elif method in _KEPT_IN_A_FILE:
-            file = inputs.folder / f"{name}.safetensors"
-        elif method.startswith("random"):
-            return f"{name}, seed {seed}", METHODS[method](inputs, name, seed)[0]
-        else:  # nothing, or directions that are measured and cut off
-            continue
-        if not file.exists():  # moved or deleted since
-            continue
-        learned, _ = load_rotations(file, digest=inputs.model.digest)
-        return name + ("" if seed is None else f", seed {seed}"), learned
-    return "", None
-
-
-def _short(x) -> float:
+def _short(x: float | np.floating) -> float:
     return float(f"{float(x):.3g}")

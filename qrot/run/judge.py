@@ -1,4 +1,4 @@
-"""What a row of a run comes to: fuse, round the weights, evaluate."""
+"""What a network comes to: nats a token, perplexity, scores of tasks."""
 
 from __future__ import annotations
 
@@ -9,57 +9,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import mean_nll
-from qrot.run.prepare import Fused, Inputs
-from qrot.progress import FUSE, forward_seconds, millions
-from qrot.run.weights import rounded
-from qrot.run.zeroshot import judge_tasks
 from qrot.model.forward import forward
-from qrot.network import fuse
-from qrot.model.params import Params
-from qrot.quantize.slicegpt import cut
-from qrot.rotation.forms import Learned
+from qrot.model.params import Network
+from qrot.progress import forward_seconds
+from qrot.run.inputs import Inputs
+from qrot.run.zeroshot import judge_tasks
 from qrot.scheme import Scheme
 
 
-def judge(
-    inputs: Inputs, name: str, learned: Learned | None, scheme: Scheme, *, kept: int | None = None
-) -> dict[str, Any]:
-    """Fuse, round and evaluate: nats a token and perplexity, on the other text, too, if there is
-    one; scores of the zero-shot tasks; and how the weights were rounded.
+def judge(inputs: Inputs, name: str, network: Network) -> dict[str, Any]:
+    """Evaluate the network of a row.
 
-    kept: directions of the residual stream that are not cut off; None for all of them.
+    Args:
+        inputs: of the run.
+        name: of the row.
+        network: as it is deployed: fused, its weights rounded.
+
+    Returns:
+        Nats a token and perplexity, on the other text, too, if there is one; scores of the
+        zero-shot tasks.
+
+    Raises:
+        InputError: where what is measured is not finite.
     """
-    config, model, stages = inputs.config, inputs.model, inputs.stages
-    params, online, shifts, clips = model.params, None, None, None
-    if learned is not None:
-        clips = learned.clips
-        with stages.stage(f"{name}: fusing", seconds=FUSE * millions(model)):
-            params, online, shifts = fuse(
-                params, learned.rotations, model.config, learned.shifts, learned.scales
-            )
-            jax.block_until_ready(params)
-    if kept is not None:
-        params, smaller = cut(params, model.config, kept)
-        model = model.replace(config=smaller)
-        inputs = replace(inputs, model=model)
-    params, facts = rounded(inputs, name, Fused(params, online, shifts, clips), scheme)
-    logits = partial(
-        judged_logits,
-        params,
-        online,
-        shifts,
-        clips,
-        config=model.config,
-        scheme=scheme,
-        dtype=config.compute_dtype,
-    )
+    config = inputs.config
+    # Layers with equal grids share a scan, and the grids of the weights count no more.
+    network = network.replace(scheme=_without_weights(network.scheme))
+    logits = partial(judged_logits, network, dtype=config.compute_dtype)
 
-    def evaluate(rows, what: str) -> float:
-        seconds = forward_seconds(model, rows.size)
-        with stages.stage(f"{name}: {what}", len(rows), seconds=seconds) as advance:
+    def evaluate(rows: Int[np.ndarray, "count length"], what: str) -> float:
+        seconds = forward_seconds(inputs.millions, rows.size)
+        with inputs.stages.stage(f"{name}: {what}", len(rows), seconds=seconds) as advance:
             nll = mean_nll(logits, rows, config.evaluate, batch=config.batch, advance=advance)
         if not math.isfinite(nll):
             raise InputError(
@@ -71,6 +56,7 @@ def judge(
     found = {"": evaluate(inputs.rows, "evaluating")}
     if inputs.other_rows is not None:
         found["other_"] = evaluate(inputs.other_rows, "evaluating on the other text")
+    facts: dict[str, Any] = {}
     for text, nll in found.items():
         facts |= {f"{text}nll": nll, f"{text}perplexity": math.exp(min(nll, 700))}
     if inputs.tasks:
@@ -78,18 +64,15 @@ def judge(
     return facts
 
 
-@partial(jax.jit, static_argnames=("config", "scheme", "dtype"))
+def _without_weights(scheme: Scheme) -> Scheme:
+    """The scheme without the bits that weights have in some layers only."""
+    overrides = tuple(replace(override, weights=None) for override in scheme.overrides)
+    return replace(scheme, overrides=tuple(o for o in overrides if o.changes))
+
+
+@partial(jax.jit, static_argnames="dtype")
 def judged_logits(
-    params: Params, online, shifts, clips, tokens, *, config, scheme: Scheme, dtype: str
-):
-    """Logits of weights that are fused and rounded, as every row is judged by."""
-    return forward(
-        params,
-        tokens,
-        config,
-        rotations=online,
-        scheme=scheme,
-        shifts=shifts,
-        clips=clips,
-        dtype=jnp.dtype(dtype),
-    )
+    network: Network, tokens: Int[Array, "batch length"], *, dtype: str
+) -> Float[Array, "batch length vocab"]:
+    """Logits of a network whose weights are rounded, as every row is judged by."""
+    return forward(network, tokens, dtype=jnp.dtype(dtype))

@@ -1,8 +1,8 @@
 """One run: a model through every method of a configuration, each row kept as soon as it is known.
 
-A run folder holds config.yaml, results.json, anatomy.json, report.html, and for what was learned
-metrics.jsonl, checkpoint/, rotations.safetensors and learning.png (in a folder for each seed where
-there are several).
+A run folder holds config.yaml, results.json, anatomy.json, the network of the best row
+(network.safetensors), and for what was learned metrics.jsonl, checkpoint/ and
+rotations.safetensors (in a folder for each seed where there are several). `qrot.report` adds to it.
 """
 
 from __future__ import annotations
@@ -21,47 +21,69 @@ from rich.console import Console
 
 import qrot
 from qrot.errors import InputError
-from qrot.run.anatomy import keep_anatomy
-from qrot.run.config import RunConfig, first_difference, resolved, to_yaml
-from qrot.run.folder import check_folder, writing
-from qrot.run.judge import judge
-from qrot.run.methods import METHODS
-from qrot.run.prepare import Inputs, prepare
-from qrot.report.run import write_report
-from qrot.run.results import read_results, write_results, write_text
+from qrot.files import first_difference, write_text
+from qrot.model.params import Network
 from qrot.progress import Stages
+from qrot.run.about import row_name
+from qrot.run.anatomy import keep_anatomy
+from qrot.run.build import build
+from qrot.run.check import check_names
+from qrot.run.config import RunConfig, resolved, to_yaml
+from qrot.run.folder import check_folder, check_free, entered, writing
+from qrot.run.inputs import Inputs
+from qrot.run.judge import judge
+from qrot.run.kept import keep_network
+from qrot.run.methods import METHODS
+from qrot.run.prepare import prepare
+from qrot.run.results import RESULTS, read_results, write_results
 from qrot.run.track import check_trackers, tracking
 from qrot.run.zeroshot import FILE, zeroshot_protocol
-from qrot.scheme import Scheme
 
 
 def run(config: RunConfig, console: Console) -> dict[str, Any]:
-    """Measure what the configuration asks for and return results.json as an object.
+    """Measure what the configuration asks for.
 
-    A run folder that was begun with the same configuration goes on where it stopped. Progress goes
-    to `console`. Raises InputError where the configuration does not fit the model or the text,
-    the folder belongs to another configuration, or a file cannot be written; what is in the folder
-    by then is whole.
+    A run folder that was begun with the same configuration goes on where it stopped.
+
+    Args:
+        config: of the run.
+        console: that progress goes to.
+
+    Returns:
+        The contents of results.json.
+
+    Raises:
+        InputError: where the configuration does not fit the model or the text, the folder belongs
+            to another configuration or another run is in it, or a file cannot be written; what is
+            in the folder by then is whole.
     """
     folder = Path(config.out)
+    check_names(config)
     check_folder(folder, config)
+    check_free(folder)
     check_trackers(config.track)
     with Stages(console) as stages:
         inputs = prepare(config, folder, stages)
         told = tracking(config.track, folder, resolved(config))
-        with writing(folder), told as track:
-            inputs = replace(inputs, track=track)
-            results = _begin(inputs)
-            done = {(row["method"], row["seed"]) for row in results["rows"]}
-            for method, seed in planned(config):
-                if (method, seed) not in done:
-                    name = method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
-                    results["rows"].append(_row(inputs, method, seed, name))
-                    write_results(folder / "results.json", results)
-                    track(name, None, results["rows"][-1])
-                    (folder / FILE).unlink(missing_ok=True)  # is in the row now
-            keep_anatomy(inputs, results["rows"])
-            write_report(folder)
+        with writing(folder), entered(folder), told as track:
+            check_folder(folder, config)  # who was in it meanwhile?
+            return _measure(replace(inputs, track=track))
+
+
+def _measure(inputs: Inputs) -> dict[str, Any]:
+    results = _begin(inputs)
+    rows, folder = results["rows"], inputs.folder
+    done = {(row["method"], row["seed"]) for row in rows}
+    for method, seed in planned(inputs.config):
+        if (method, seed) in done:
+            continue
+        row, network = _row(inputs, method, seed)
+        keep_network(inputs, row, network, rows)
+        rows.append({**row, **_elsewhere(results["environment"])})
+        write_results(folder / RESULTS, results)
+        inputs.track(row_name(method, seed), None, row)
+        (folder / FILE).unlink(missing_ok=True)  # is in the row now
+    keep_anatomy(inputs, rows)
     return results
 
 
@@ -71,15 +93,14 @@ def planned(config: RunConfig) -> list[tuple[str, int | None]]:
 
 
 def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
-    if method == "learned":
-        return config.learn_seeds
-    return config.seeds if method.startswith("random") else (None,)
+    key = METHODS[method].seeds
+    return (None,) if key is None else getattr(config, key)
 
 
 def _begin(inputs: Inputs) -> dict[str, Any]:
     """The results so far; none yet for a new folder, which gets its config.yaml."""
     folder, protocol, tasks = inputs.folder, _protocol(inputs), zeroshot_protocol(inputs)
-    results = read_results(folder / "results.json")
+    results = read_results(folder / RESULTS)
     if results is not None and (key := first_difference(results["protocol"], protocol)):
         raise InputError(
             f"{folder}: was measured with another {key} ({results['protocol'].get(key)}, now "
@@ -89,12 +110,12 @@ def _begin(inputs: Inputs) -> dict[str, Any]:
         raise InputError(
             f"{folder}: was measured with another zeroshot.{key}; choose another folder with out="
         )
-    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", to_yaml(inputs.config))
-    rows = results["rows"] if results else []
+    if results is not None:
+        return results
     about = {"protocol": protocol, "environment": _environment()}
-    return {**about, **({"zeroshot": tasks} if tasks else {}), "rows": rows}
+    return {**about, **({"zeroshot": tasks} if tasks else {}), "rows": []}
 
 
 def _protocol(inputs: Inputs) -> dict[str, Any]:
@@ -136,22 +157,30 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _row(inputs: Inputs, method: str, seed: int | None, name: str) -> dict[str, Any]:
-    """One method at one seed: prepare the model, judge it, forget it."""
-    began = time.perf_counter()
-    config = inputs.config
-    scheme = Scheme() if method == "full_precision" else config.scheme
-    learned, facts = METHODS[method](inputs, name, seed or 0)
-    judged = judge(inputs, name, learned, scheme, kept=facts.get("hidden_kept"))
-    return {
+def _elsewhere(first: dict[str, Any]) -> dict[str, Any]:
+    """For a row that is not measured where the first ones were: where it is."""
+    here = _environment()
+    return {} if {**here, "date": first.get("date")} == first else {"environment": here}
+
+
+def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any], Network]:
+    """One method at one seed: what it came to, and the network that was judged."""
+    began, name = time.perf_counter(), row_name(method, seed)
+    record = METHODS[method]
+    prepared = record.prepare(inputs, name, seed or 0)
+    network, rounding = build(inputs, name, prepared, record.scheme_of(inputs.config))
+    scheme = network.scheme
+    row = {
         "method": method,
         "seed": seed,
         "weights": scheme.weights.bits,
         "activations": scheme.activations.bits,
         "keys": scheme.keys.bits,
         "values": scheme.values.bits,
-        **judged,
+        **rounding,
+        **judge(inputs, name, network),
         # Time that an interrupted run spent learning before is in learn_seconds.
-        "seconds": time.perf_counter() - began + facts.pop("earlier_seconds", 0.0),
-        **facts,
+        "seconds": time.perf_counter() - began + prepared.earlier_seconds,
+        **prepared.facts,
     }
+    return row, network

@@ -1,8 +1,7 @@
 """What a run tells while it is under way, for those who look on from elsewhere.
 
 metrics.jsonl and results.json have all of it, always; a tracker is a view beside them. A new one is
-a context manager (folder, row, settings, step) -> `Log`, a line in TRACKERS and in _PACKAGES, its
-name in `qrot.run.config`, and an extra of that name in pyproject.toml.
+a context manager, its record in TRACKERS, and an extra of its name in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -14,33 +13,55 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qrot.errors import InputError
 
 Log = Callable[[int | None, dict[str, float]], None]  # of one row
 Track = Callable[[str, int | None, Mapping[str, Any]], None]  # (row, step, values)
 
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+class Tracker(NamedTuple):
+    """One tracker.
+
+    Attributes:
+        name: in a configuration, and of the extra that installs it.
+        package: that it needs.
+        open: (run folder, name of a row, settings of the run, first step to be told) -> a context
+            manager that yields the row's `Log`.
+    """
+
+    name: str
+    package: str
+    open: Callable[..., AbstractContextManager[Log]]
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise InputError, with the command that installs it, where a tracker's package is missing."""
     for name in names:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        package = TRACKERS[name].package
+        if importlib.util.find_spec(package) is None:
             raise InputError(
-                f"track: {name} needs the package {_PACKAGES[name]}; run `pip install qrot[{name}]`"
+                f"track: {name} needs the package {package}; run `pip install qrot[{name}]`"
             )
 
 
 @contextmanager
 def tracking(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[Track]:
-    """Yield what tells the trackers of these names: track(row, step, values).
+    """Trackers of these names.
 
-    A row is a run of its own there. step: of learning; None for what the row came to in the end.
-    Of values only the numbers with a fraction are told, those of a section as section/name.
-    settings: the run's, for trackers that show them. A row's trackers are opened when they are
-    first told something, and closed when another row begins.
+    A row is a run of its own there. A row's trackers are opened when they are first told something,
+    and closed when another row begins.
+
+    Args:
+        names: of the trackers.
+        folder: of the run.
+        settings: of the run, for trackers that show them.
+
+    Yields:
+        `track(row, step, values)`, step being that of learning, or None for what the row came to
+        in the end. Of values only the numbers with a fraction are told, those of a section as
+        section/name.
     """
     opened: tuple[str | None, list[Log]] = (None, [])
     with ExitStack() as stack:
@@ -49,7 +70,7 @@ def tracking(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) ->
             nonlocal opened
             if row != opened[0]:
                 stack.close()
-                openers = [TRACKERS[name](folder, row, settings, step) for name in names]
+                openers = [TRACKERS[name].open(folder, row, settings, step) for name in names]
                 opened = (row, [stack.enter_context(opener) for opener in openers])
             for log in opened[1]:
                 log(step, dict(_numbers(values)))
@@ -122,7 +143,10 @@ def _wandb(folder: Path, row: str, settings: Mapping[str, Any], step: int | None
         yield log
 
 
-TRACKERS: dict[str, Callable[..., AbstractContextManager[Log]]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
+TRACKERS: dict[str, Tracker] = {
+    tracker.name: tracker
+    for tracker in (
+        Tracker("tensorboard", "tensorboardX", _tensorboard),
+        Tracker("wandb", "wandb", _wandb),
+    )
 }

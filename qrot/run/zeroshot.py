@@ -10,9 +10,9 @@ import numpy as np
 from qrot.errors import InputError
 from qrot.evaluate.likelihood import TOKENS, log_likelihoods, padded_length
 from qrot.evaluate.zeroshot import Task, scores
-from qrot.run.prepare import Inputs
-from qrot.run.results import read_results, write_results
 from qrot.progress import forward_seconds
+from qrot.run.inputs import Inputs
+from qrot.run.results import read_results, write_results
 
 FILE = "zeroshot.json"  # of the row that is being judged
 
@@ -20,7 +20,13 @@ FILE = "zeroshot.json"  # of the row that is being judged
 def judge_tasks(inputs: Inputs, name: str, logits_of: Callable) -> dict[str, Any]:
     """The scores of a row by task. A row that was interrupted goes on at the next task.
 
-    Raises InputError where a likelihood is not finite.
+    Args:
+        inputs: of the run.
+        name: of the row.
+        logits_of: jit-compiled logits of a batch of windows.
+
+    Raises:
+        InputError: where a likelihood is not finite.
     """
     file = inputs.folder / FILE
     about = {"row": name, "model": inputs.model.digest, "protocol": zeroshot_protocol(inputs)}
@@ -36,9 +42,9 @@ def judge_tasks(inputs: Inputs, name: str, logits_of: Callable) -> dict[str, Any
 
 
 def _judge(inputs: Inputs, name: str, logits_of: Callable, task: Task) -> dict[str, Any]:
-    window = inputs.model.config.max_position_embeddings
+    window = inputs.network.config.max_position_embeddings
     padded = sum(padded_length(request, window) for request in task.requests)
-    seconds = forward_seconds(inputs.model, max(padded, TOKENS))
+    seconds = forward_seconds(inputs.millions, max(padded, TOKENS))
     stage = inputs.stages.stage(f"{name}: {task.name}", len(task.requests), seconds=seconds)
     with stage as advance:
         found = log_likelihoods(logits_of, task.requests, window=window, advance=advance)
@@ -62,6 +68,6 @@ def zeroshot_protocol(inputs: Inputs) -> dict[str, Any]:
         },
         "bos": settings.bos,
         "separator": settings.separator,
-        "window": inputs.model.config.max_position_embeddings,
+        "window": inputs.network.config.max_position_embeddings,
         "acc_norm": "log-likelihood by character of the choice",
     }

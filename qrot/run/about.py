@@ -1,0 +1,73 @@
+"""What a file of a run says of itself, so that it can be used far from the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+import qrot
+from qrot.rotation.store import load_rotations, save_rotations
+from qrot.rotation.transform import Transform
+from qrot.run.config import resolved
+from qrot.run.inputs import Inputs
+from qrot.scheme import Scheme, grids_by_layer
+
+
+def row_name(method: str, seed: int | None) -> str:
+    """The name of a row of results, for people."""
+    return method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
+
+
+def about(
+    inputs: Inputs, method: str, seed: int | None, scheme: Scheme | None = None
+) -> dict[str, Any]:
+    """The metadata of what a row has fitted or built, in plain values.
+
+    Args:
+        inputs: of the run.
+        method: of the row.
+        seed: of the row.
+        scheme: that it was built for; that of the run if None.
+
+    Returns:
+        Model (name, digest, revision of the hub), row, method, seed, scheme and grids by layer,
+        settings of what rounds the weights, the texts, and the version of qrot.
+    """
+    config, model = inputs.config, inputs.model
+    scheme = config.scheme if scheme is None else scheme
+    revision = {"revision": model.revision} if model.revision else {}
+    return {
+        "model": model.name,
+        "digest": model.digest,
+        **revision,
+        "row": row_name(method, seed),
+        "method": method,
+        "seed": seed,
+        "scheme": TypeAdapter(Scheme).dump_python(scheme, mode="json"),
+        "grids": grids_by_layer(scheme, inputs.network.config.num_hidden_layers),
+        "weights": resolved(config)["weights"],
+        "data": asdict(config.data),
+        "calibration": asdict(config.calibration),
+        "text": inputs.text,
+        "qrot": qrot.__version__,
+    }
+
+
+def keep_transform(inputs: Inputs, method: str, transform: Transform) -> None:
+    """Keep what a method without seeds has fitted in a file of the run, which `qrot export` and the
+    method `saved` read."""
+    save_rotations(_file(inputs, method), transform, about(inputs, method, None))
+
+
+def kept_transform(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
+    """What `keep_transform` kept for a row of results; None where the file was moved since."""
+    file = _file(inputs, row["method"])
+    return load_rotations(file, digest=inputs.model.digest)[0] if file.exists() else None
+
+
+def _file(inputs: Inputs, method: str) -> Path:
+    return inputs.folder / f"{row_name(method, None)}.safetensors"

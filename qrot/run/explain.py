@@ -1,0 +1,144 @@
+"""One sentence for what is wrong with the settings that a file has."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from qrot.errors import InputError
+from qrot.records import check_name
+
+_TAG = "method"  # the key that says which of several sections one is
+
+
+def build(kind: Any, settings: Any) -> Any:
+    """An instance of a dataclass out of plain values.
+
+    Args:
+        kind: the dataclass, whose fields are sections, numbers, texts and lists of them.
+        settings: as YAML has them.
+
+    Raises:
+        InputError: in one sentence that names the key, where a key is not known, or a value has
+            the wrong type or is out of range.
+    """
+    try:
+        return _build(kind, settings)
+    except ValidationError as error:
+        raise InputError(_sentence(kind, error.errors(), settings)) from error
+    except InputError:
+        _blame(kind, settings, ())
+        raise
+
+
+def _build(kind: Any, settings: Any) -> Any:
+    # As JSON, since strict Python mode would refuse lists for tuples and mappings for dataclasses.
+    return TypeAdapter(kind).validate_json(json.dumps(settings, default=str), strict=True)
+
+
+def _blame(kind: Any, settings: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Raise what the innermost faulty section raises, with the path to it in front."""
+    hints = get_type_hints(kind)
+    for name, value in settings.items():
+        section = _section(hints.get(name), value)
+        if is_dataclass(section) and isinstance(value, dict):
+            _blame(section, value, (*path, name))
+    try:
+        _build(kind, settings)
+    except InputError as error:
+        where = "".join(f"{part}." for part in path)
+        raise InputError(where + str(error).removeprefix(where)) from error
+    except ValidationError:
+        return  # a fault of another kind beside the one that is looked for
+
+
+def _sentence(kind: Any, errors: list[Any], settings: Any) -> str:
+    """The first error as a sentence; an unknown key goes before a wrong type."""
+    errors = sorted(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
+    path, value = [], settings
+    for part in errors[0]["loc"]:
+        kind = _section(kind, value)
+        if part in (getattr(kind, "__name__", None), _tag(kind)):
+            continue  # names a branch of a union
+        if is_dataclass(kind) and isinstance(value, dict):
+            known = [known.name for known in fields(kind)]
+            if part not in known:
+                return _unknown([*path, str(part)], known)
+            kind = get_type_hints(kind)[part]
+        elif get_origin(kind) is tuple and isinstance(value, list):
+            kind = get_args(kind)[0]
+        else:
+            break  # the part names a branch of a union, not a key
+        path.append(str(part))
+        if isinstance(value, dict) and part not in value:
+            return f"{'.'.join(path)}: this key is needed"
+        value = value[part]
+    return _wrong_value(kind, ".".join(path), value)
+
+
+def _wrong_value(kind: Any, key: str, value: Any) -> str:
+    tags = [tag for tag in map(_tag, get_args(kind)) if tag is not None]
+    if tags and isinstance(value, dict):
+        if _TAG not in value:
+            return f"{key}.{_TAG}: this key is needed"
+        check_name(str(value[_TAG]), tags, f"{key}.{_TAG}")
+    if tags:
+        return f"{key}: expected a section with the key {_TAG}, not {value!r}"
+    sentence = f"{key}: expected {_expected(kind)}, not {value!r}"
+    names = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
+    near = difflib.get_close_matches(str(value), names, 1)
+    return f"{sentence}, did you mean '{near[0]}'?" if near else sentence
+
+
+def _section(kind: Any, value: Any) -> Any:
+    """The dataclass of a section that may also be null, or of the one of several that the value
+    says; any other kind as it is."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    kinds = [k for k in get_args(kind) if is_dataclass(k)]
+    if len(kinds) == 1:
+        return kinds[0]
+    said = value.get(_TAG) if isinstance(value, dict) else None
+    return next((k for k in kinds if _tag(k) == said), kind)
+
+
+def _tag(kind: Any) -> str | None:
+    """What the tag has to be for a section of this kind; None where it has none."""
+    if not is_dataclass(kind):
+        return None
+    return next((field.default for field in fields(kind) if field.name == _TAG), None)
+
+
+def _unknown(path: list[str], known: list[str]) -> str:
+    sentence = f"unknown key '{'.'.join(path)}'"
+    if near := difflib.get_close_matches(path[-1], known, 1, 0.4):
+        return f"{sentence}, did you mean '{'.'.join([*path[:-1], near[0]])}'?"
+    return f"{sentence}, expected one of {', '.join(known)}"
+
+
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    NoneType: "null",
+}
+
+
+def _expected(kind: Any) -> str:
+    if kind in _NAMES:
+        return _NAMES[kind]
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        names = [f"'{name}'" for name in arguments]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_expected(argument) for argument in arguments)
+    if get_origin(kind) is tuple:
+        return "a list"
+    return f"a section with keys {', '.join(known.name for known in fields(kind))}"
