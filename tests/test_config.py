@@ -4,20 +4,15 @@ import pytest
 import yaml
 
 from qrot.errors import InputError
-from qrot.run.config import (
-    PRESETS,
-    RunConfig,
-    applied,
-    find_config,
-    first_difference,
-    read_config,
-    read_scheme,
-    resolved,
-    to_yaml,
-)
-from qrot.run.config import validate as validated
+from qrot.files import first_difference
 from qrot.grid import Grid
+from qrot.quantize.gptq import Gptq
+from qrot.quantize.qat import Qat
+from qrot.quantize.rtn import Rtn
 from qrot.rotation.random import RotationSites
+from qrot.run.config import RunConfig, resolved, to_yaml
+from qrot.run.read import PRESETS, applied, find_config, read_config, read_scheme
+from qrot.run.read import validate as validated
 from qrot.scheme import Override, Scheme
 
 
@@ -79,9 +74,8 @@ def test_what_is_written_is_read_back(file):
         ("scheme.weights.clip=big", "scheme.weights.clip: expected a number or 'mse', not 'big'"),
         ("learn.steps='3'", "learn.steps: expected an integer, not '3'"),
         ("learn.shifts=1", "learn.shifts: expected true or false, not 1"),
-        ("learn.objective=mse", "learn.objective: expected one of 'cross_entropy', "
-         "'kl', 'kl_top', 'layer_reconstruction', 'reconstruction', 'fisher', 'whip', 'kurtosis', "
-         "not 'mse'"),
+        ("learn.objective=mse", "learn.objective: there is no 'mse'; expected one of "
+         "cross_entropy, fisher, kl, kl_top, kurtosis, layer_reconstruction, reconstruction, whip"),
         ("other={sourc: files}", "unknown key 'other.sourc', did you mean 'other.source'?"),
         ("other={source: hub}", "other.source: expected one of 'pydoc', 'wikitext2', 'files', not "
          "'hub'"),
@@ -91,7 +85,9 @@ def test_what_is_written_is_read_back(file):
          "no windows in its batches"),
         ("learn={batch: 3, accumulate: 2}", "learn.accumulate: 2 does not divide 3"),
         ("learn={draws: 2}", "learn.draws: fisher is not drawn at random"),
-        ("methods=[saved]", "saved: a rotation file goes with the method 'saved', only with it"),
+        ("methods=[saved]", "saved: a file of another run goes with the method 'saved', only with "
+         "it"),
+        ("saved=x", "saved: a file of another run goes with the method 'saved', only with it"),
         ("learn.weight_bits=2026-01-01", "learn.weight_bits: expected an integer or null, not "
          f"{datetime.date(2026, 1, 1)!r}"),
         ("seeds=3", "seeds: expected a list, not 3"),
@@ -111,23 +107,34 @@ def test_what_is_written_is_read_back(file):
          "theirs"),
         ("evaluate.length=1", "evaluate.length: a window of 1 tokens predicts nothing"),
         ("learn.steps=0", "learn.steps: 0 is not positive"),
-        ("awq.steps=0", "awq.steps: 0 is not positive"),
+        ("weights={method: awq, steps: 0}", "weights.steps: 0 is not positive"),
         ("smoothquant.alpha=1.5", "smoothquant.alpha: 1.5 is outside 0 to 1"),
         ("smoothquant.alpha=best", "smoothquant.alpha: expected a number or 'search', not "
          "'best'"),
-        ("weight_method=gptw", "weight_method: expected one of 'rtn', 'gptq', 'awq', "
-         "'quip', 'quip_sharp', 'qat', not 'gptw', did you mean 'gptq'?"),
-        ("methods=[learnt]", "methods.0: expected one of 'full_precision', 'no_rotation', "
-         "'random_orthogonal', 'random_hadamard', 'random_hadamard_shift', 'smoothquant', "
-         "'equalised', 'slicegpt', 'learned', 'saved', not 'learnt', did you mean 'learned'?"),
-        ("quip.damping=2.0", "quip.damping: 2.0 is outside 0 to 1"),
-        ("quip.seed=-1", "quip.seed: a seed is not negative"),
-        ("gptq.damping=0.0", "gptq.damping: 0.0 is outside 0 to 1"),
+        ("weights.method=gptw", "weights.method: there is no 'gptw'; did you mean 'gptq'?"),
+        ("weights.method=3", "weights.method: there is no '3'; expected one of awq, gptq, qat, "
+         "quip, quip_sharp, rtn"),
+        ("weights={damping: 0.1}", "weights.method: this key is needed"),
+        ("weights=gptq", "weights: expected a section with the key method, not 'gptq'"),
+        ("weights=null", "weights: expected a section with the key method, not None"),
+        ("weights={method: gptq, damping: big}", "weights.damping: expected a number, not 'big'"),
+        ("weights={method: rtn, damping: 0.1}", "unknown key 'weights.damping', expected one of "
+         "method"),
+        ("weights={method: gptq, method: awq}", "weights={method: gptq, method: awq}: line 1: the "
+         "key 'method' is there twice"),
+        ("methods=[learnt]", "methods.0: there is no 'learnt'; did you mean 'learned'?"),
+        ("methods=[3]", "methods.0: expected a text, not 3"),
+        ("track=[tensorbored]", "track.0: there is no 'tensorbored'; did you mean 'tensorboard'?"),
+        ("keep=worst", "keep: expected one of 'best', 'all', 'none', not 'worst'"),
+        ("weights={method: quip, damping: 2.0}", "weights.damping: 2.0 is outside 0 to 1"),
+        ("weights={method: quip, seed: -1}", "weights.seed: a seed is not negative"),
+        ("weights={method: gptq, damping: 0.0}", "weights.damping: 0.0 is outside 0 to 1"),
         ("mixed.bits=9", "mixed.bits: 9 is outside the choices, 2 to 8"),
         ("mixed.bit=3", "unknown key 'mixed.bit', did you mean 'mixed.bits'?"),
         ("mixed={choices: [8, 4]}", "mixed.choices: [8, 4] are not rising numbers from 2 to 16"),
-        ("gptq.dampin=3", "unknown key 'gptq.dampin', did you mean 'gptq.damping'?"),
-        ("qat.steps=0", "qat.steps: 0 is not positive"),
+        ("weights={method: gptq, dampin: 3}", "unknown key 'weights.dampin', did you mean "
+         "'weights.damping'?"),
+        ("weights={method: qat, steps: 0}", "weights.steps: 0 is not positive"),
         ("methods=[]", "methods: [] is empty or names one twice"),
         ("seeds=[1, 1]", "seeds: [1, 1] is empty or names one twice"),
         ("seeds=[-1]", "seeds and learn_seeds: a seed is not negative"),
@@ -149,6 +156,57 @@ def test_of_several_faults_one_is_named(file):
         read_config(file, ["seeds=3", "lern=1"])
     with pytest.raises(InputError, match=r"scheme\.weights\.bits: 1 is outside"):
         read_config(file, ["seeds=3", "lern=1", "scheme.weights.bits=1", "data.source=3"])
+
+
+@pytest.mark.parametrize(
+    ("older", "settings"),
+    [
+        ("weight_method: gptq\ngptq: {damping: 0.05}\n", Gptq(damping=0.05)),
+        ("weight_method: gptq\n", Gptq()),
+        ("weight_method: qat\ngptq: {damping: 0.05}\nqat: {steps: 3}\n", Qat(steps=3)),
+        ("gptq: {damping: 0.05}\n", Rtn()),  # rtn was what rounded where nothing was named
+    ],
+)
+def test_the_older_form_of_the_weights_is_translated(tmp_path, older, settings):
+    path = tmp_path / "older.yaml"
+    path.write_text(older)
+    assert read_config(path).weights == settings
+
+
+def test_quip_sharp_had_the_section_of_quip(tmp_path):
+    path = tmp_path / "older.yaml"
+    path.write_text("weight_method: quip_sharp\nquip: {damping: 0.02, seed: 3}\n")
+    weights = resolved(read_config(path))["weights"]
+    assert weights == {"method": "quip_sharp", "damping": 0.02, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("gptq.damping=0.1", "gptq: the section weights has its settings now; write "
+         "weights.damping"),
+        ("weight_method=awq", "weight_method: the section weights names it now; write "
+         "weights.method=awq"),
+    ],
+)  # fmt: skip
+def test_both_forms_of_the_weights_at_once_are_refused(override, sentence):
+    with pytest.raises(InputError) as error:
+        read_config(find_config("quarot"), [override])
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("faulty", ["gptw", "[gptq]"])
+def test_faults_in_the_older_form_are_named_in_the_form_of_today(file, faulty):
+    with pytest.raises(InputError, match=r"weights\.method: there is no "):
+        read_config(file, [f"weight_method={faulty}"])
+    with pytest.raises(InputError, match=r"unknown key 'weights.dampin', did you mean 'weights\."):
+        read_config(file, ["weight_method=gptq", "gptq.dampin=1"])
+
+
+def test_a_key_that_is_there_twice_is_refused(file):
+    file.write_text(file.read_text() + "rotations: {key: false}\n")
+    with pytest.raises(InputError, match=r"four\.yaml: line 7: the key 'rotations' is there twice"):
+        read_config(file)
 
 
 @pytest.mark.parametrize("content", [b"- a\n- b\n", b"a: [\n", b"\xff\xfe\x00", b"text"])
@@ -187,7 +245,7 @@ def test_presets_are_the_published_settings():
 
 def test_settings_that_do_not_count_are_not_shown():
     shown = yaml.safe_load(applied(read_config(find_config("quarot"))))
-    assert shown["gptq"] == {"damping": 0.01, "act_order": False}
+    assert shown["weights"] == {"method": "gptq", "damping": 0.01, "act_order": False}
     assert shown["scheme"]["activations"]["clip"] == 0.9
     assert not {"learn", "slicegpt"} & shown.keys()
     assert "learn" in yaml.safe_load(applied(read_config(find_config("spinquant_had"))))

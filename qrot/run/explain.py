@@ -109,9 +109,8 @@ def _section(kind: Any, value: Any) -> Any:
 
 def _tag(kind: Any) -> str | None:
     """What the tag has to be for a section of this kind; None where it has none."""
-    if not is_dataclass(kind):
-        return None
-    return next((field.default for field in fields(kind) if field.name == _TAG), None)
+    known = fields(kind) if is_dataclass(kind) else ()
+    return next((str(field.default) for field in known if field.name == _TAG), None)
 
 
 def _unknown(path: list[str], known: list[str]) -> str:
