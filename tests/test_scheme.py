@@ -43,13 +43,13 @@ def test_the_last_override_that_matches_wins():
     )
     scheme = Scheme(Grid(4), Grid(4), Grid(4), Grid(4), overrides)
     first, second = (layer_scheme(scheme, i) for i in range(2))
-    assert dict(first.weights)["down"].bits == 8
-    assert dict(second.weights)["down"].bits == 3
-    assert dict(second.weights)["up"].bits == 4
-    assert [first.down.bits, first.qkv.bits, first.keys.bits] == [6, 6, 4]
-    assert [second.down.bits, second.qkv.bits] == [8, 4]
-    assert [second.keys.bits, second.values.bits] == [2, 4]  # the name of values does not match
-    assert first.down.granularity == "token"
+    assert first.weights["down"].bits == 8
+    assert second.weights["down"].bits == 3
+    assert second.weights["up"].bits == 4
+    assert [first.sites[site].bits for site in ("down", "qkv", "keys")] == [6, 6, 4]
+    assert [second.sites[site].bits for site in ("down", "qkv")] == [8, 4]
+    assert [second.sites[site].bits for site in ("keys", "values")] == [2, 4]  # values does not match
+    assert first.sites["down"].granularity == "token"
 
 
 def test_readers_of_one_input_need_one_width():
@@ -65,7 +65,7 @@ def test_segments_are_runs_of_equal_layers():
     scheme = Scheme(Grid(4), overrides=(Override("layers.[23].up", weights=8),))
     runs = segments(scheme, 6)
     assert [(start, stop) for start, stop, _ in runs] == [(0, 2), (2, 4), (4, 6)]
-    assert [dict(grids.weights)["up"].bits for *_, grids in runs] == [4, 8, 4]
+    assert [grids.weights["up"].bits for *_, grids in runs] == [4, 8, 4]
     assert segments(Scheme(), 6) == [(0, 6, layer_scheme(Scheme(), 0))]
 
 
