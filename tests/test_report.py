@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +19,16 @@ from pages import Page
 from runs import quiet
 
 from qrot.cli import app
+from qrot.cli.run import run_and_report
 from qrot.errors import InputError
-from qrot.run import run as module
-from qrot.run.config import read_config, to_yaml
+from qrot.learn.objectives import OBJECTIVES
 from qrot.report.page import STYLE
+from qrot.report.results import cells
 from qrot.report.run import report, write_report
-from qrot.run.results import cells, read_results
+from qrot.run import run as module
+from qrot.run.config import to_yaml
+from qrot.run.read import read_config
+from qrot.run.results import read_results
 from qrot.run.run import run
 
 SPITE = "a<img src=x onerror=alert(1)>&\"'"
@@ -85,6 +91,10 @@ def test_a_run_leaves_a_report(ran):
     held_out = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min(line["held_out"] for line in held_out if "held_out" in line)
     assert f"{best:.4g}" in words
+    unit = OBJECTIVES["cross_entropy"].unit
+    assert f"{unit[0].upper()}{unit[1:]}. With dots" in words
+    assert (folder / "learning.png").read_bytes().startswith(b"\x89PNG")
+    assert "learning.png" in shown.replace("\n", " ").split(f"{folder}:")[1]
     assert len(text.encode()) < 400_000
     assert "report.html" in shown.replace("\n", " ").split(f"{folder}:")[1]
     assert not list(folder.rglob("*.partial"))
@@ -195,13 +205,55 @@ def test_a_full_disk_takes_the_report_and_no_results(ran, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", write_text)
         with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
-            run(config, quiet())
+            run_and_report(config, quiet())
     assert {name: (folder / name).read_bytes() for name in before} == before
     assert not list(folder.rglob("*.partial"))
     (folder / "report.html").unlink()
-    run(config, quiet())  # nothing is measured again, and the report is the same
+    run_and_report(config, quiet())  # nothing is measured again, and the report is the same
     assert (folder / "report.html").read_bytes() == before["report.html"]
     assert (folder / "anatomy.json").stat().st_mtime_ns == looked
+
+
+def test_no_module_of_the_reports_needs_jax():
+    code = (
+        "import importlib, pkgutil, sys, qrot.report\n"
+        "for module in pkgutil.iter_modules(qrot.report.__path__):\n"
+        "    importlib.import_module(f'qrot.report.{module.name}')\n"
+        "    print(module.name)\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"run", "results", "comparison", "plot"} <= set(done.stdout.split())
+
+
+def test_runs_of_older_versions_are_read(ran, tmp_path):
+    """They do not say what the unit of a loss is."""
+    for name in ("config.yaml", "anatomy.json", "metrics.jsonl"):
+        (tmp_path / name).write_text((ran[0] / name).read_text())
+    results = read_results(ran[0] / "results.json")
+    for row in results["rows"]:
+        row.pop("unit", None)
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    write_report(tmp_path)
+    assert "Cross entropy. With dots" in " ".join(Page((tmp_path / "report.html").read_text()).text)
+    assert (tmp_path / "learning.png").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lo')
+    with pytest.raises(InputError, match=r"metrics\.jsonl: damaged"):
+        write_report(tmp_path)
+
+
+def test_rows_measured_elsewhere_say_where():
+    protocol = dict.fromkeys(
+        ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"
+    )
+    rows = [made_row("full_precision", None, 1.0), made_row("random_hadamard", 3, 2.0)]
+    results = {"protocol": protocol, "rows": rows, "environment": {"jax": "9.9"}}
+    assert "measured elsewhere" not in report(results, [], None, "")
+    rows[1]["environment"] = {"jax": "9.10", "device": "another"}
+    words = " ".join(Page(report(results, [], None, "")).text)
+    for told in ("Rows measured elsewhere", "random hadamard, seed 3", "9.10", "another"):
+        assert told in words
 
 
 def test_results_are_there_before_anything_is_looked_at(config, monkeypatch):

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
-from qrot.run.anatomy import anatomy, pooled
-from qrot.study.compare import Difference
-from qrot.run.inspect import inspect
+from qrot.network import fold
 from qrot.report.bars import Bar, differences, perplexity
 from qrot.report.heatmap import _palette, _png
 from qrot.report.svg import NARROW, WIDE, apart, log_ticks, number, ticks
-from qrot.network import fold_norms
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import Learned, Rotations
+from qrot.rotation.transform import Transform
+from qrot.run.anatomy import anatomy, pooled
+from qrot.run.inspect import inspect
+from qrot.study.compare import Difference
 
 
 def bars_of(text):
@@ -126,14 +126,16 @@ def test_pooling_keeps_the_largest(shape):
 
 @pytest.mark.usefixtures("quick_compile")
 def test_the_anatomy_is_what_inspect_finds(variant):
-    model = fold_norms(variant("llama-biases"))
+    model = variant("llama-biases")
+    network = fold(model.network)
     loud = jnp.ones(48).at[jnp.array([5, 30])].set(40.0)
-    model = model.replace(params=model.params.replace(embed=model.params.embed * loud))
-    rows = np.random.default_rng(1).integers(0, 97, (1, 16), np.int32)
-    learned = Learned(random_rotations(model.config, 0))
+    params = network.params
     scheme = runs.tiny_config(Path("x"), Path("y")).scheme
-    found = anatomy(model, rows, learned, scheme)
-    expected = inspect(model, rows, learned, scheme)["sites"]
+    network = network.replace(params=params.replace(embed=params.embed * loud), scheme=scheme)
+    rows = np.random.default_rng(1).integers(0, 97, (1, 16), np.int32)
+    transform = Transform(random_rotations(network.config, 0))
+    found = anatomy(network, rows, transform)
+    expected = inspect(model.replace(network=network), rows, transform)["sites"]
     assert set(found["sites"]) == set(expected)
     for name, site in found["sites"].items():
         for figure, values in site.items():
@@ -144,9 +146,9 @@ def test_the_anatomy_is_what_inspect_finds(variant):
     assert {channel for channel, _ in one["loud"][:2]} == {5, 30}
     assert np.shape(one["before"]) == np.shape(one["after"]) == (16, 48)
     assert np.max(one["before"]) == one["loud"][0][1] > np.max(one["after"])
-    plain = anatomy(model, rows, None, scheme)
+    plain = anatomy(network, rows, None)
     assert set(plain["sites"]["down"]["error"]) == {"before"}
     assert "after" not in plain["activation"]
-    still = anatomy(model, rows, Learned(Rotations()), scheme)
+    still = anatomy(network, rows, Transform())
     assert "after" not in still["activation"]
     assert set(still["sites"]["residual"]["crest"]) == {"before"}

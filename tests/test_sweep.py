@@ -17,15 +17,18 @@ from typer.testing import CliRunner
 from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.run import launch as launching
-from qrot.run.config import RunConfig, to_yaml
-from qrot.run.estimate import measured_ratio, millions_of, run_seconds
-from qrot.study.launch import Started, launch
-from qrot.run.run import planned, run
-from qrot.progress import FORWARD, FUSE, millions
-from qrot.study.sweep import estimates, read_axis, read_sweep
-from qrot.network import fold_norms
+from qrot.grid import Grid
 from qrot.model.io.load import load, local_config
+from qrot.network import fold
+from qrot.progress import FORWARD, FUSE, ROUND, millions
+from qrot.quantize.registry import WEIGHT_METHODS
+from qrot.run.config import RunConfig, to_yaml
+from qrot.run.run import planned, run
+from qrot.scheme import Scheme
+from qrot.study import launch as launching
+from qrot.study.estimate import measured_ratio, millions_of, run_seconds
+from qrot.study.launch import Started, launch
+from qrot.study.sweep import estimates, read_axis, read_sweep
 
 
 @pytest.fixture
@@ -254,10 +257,10 @@ def test_a_run_that_was_started_is_stopped(file, monkeypatch):
 
 def test_the_rates_count_all_parameters(tiny):
     name = str(tiny / "model")
-    config, model = local_config(name), fold_norms(load(name))
-    assert config == load(name).config
-    norms = model.config.hidden_size * (2 * model.config.num_hidden_layers + 1)
-    assert millions_of(config) == pytest.approx(millions(model) - norms / 1e6)
+    config, network = local_config(name), fold(load(name).network)
+    assert config == load(name).network.config
+    norms = config.hidden_size * (2 * config.num_hidden_layers + 1)
+    assert millions_of(config) == pytest.approx(millions(network.params) - norms / 1e6)
     assert local_config("org/name") is None
     with pytest.raises(InputError, match="there is no model"):
         local_config("/absent")
@@ -295,8 +298,17 @@ def test_an_estimate_by_hand():
     one = run_seconds(config, model, ["full_precision"])
     two = run_seconds(config, model, ["full_precision"] * 2)
     assert two - one == pytest.approx(judged + 3.0)
-    turned = run_seconds(config, model, ["random_hadamard"])
-    assert turned - one == pytest.approx(FUSE * 1000)
+    rotated = run_seconds(config, model, ["random_hadamard"])
+    assert rotated - one == pytest.approx(FUSE * 1000)
+    assert run_seconds(config, model, ["no_rotation"]) == pytest.approx(one)
+    windows = FORWARD * 1000 * 64 * 0.512
+    assert run_seconds(config, model, ["smoothquant"]) - rotated == pytest.approx(2 * windows)
+    text = FORWARD * 1000 * 30 * 2 * 0.512
+    for method, rounding in (("rtn", ROUND * 1000), ("awq", 3 * windows), ("qat", 2 * text)):
+        settings = WEIGHT_METHODS[method].settings()
+        rounded = replace(config, scheme=Scheme(weights=Grid(4)), weights=settings)
+        assert run_seconds(rounded, model, ["no_rotation"]) - one == pytest.approx(rounding)
+        assert run_seconds(rounded, model, ["full_precision"]) == pytest.approx(one)
 
 
 def local_config_of_a_billion():

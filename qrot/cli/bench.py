@@ -28,8 +28,8 @@ def bench_learn(
     from rich.console import Console
 
     from qrot import bench
-    from qrot.progress import Stages
     from qrot.model.io.load import load
+    from qrot.progress import Stages
 
     console = Console()
     with (
@@ -58,11 +58,12 @@ def bench_gptq(
     from rich.console import Console
 
     from qrot import bench
-    from qrot.progress import Stages, forward_seconds
     from qrot.model.io.load import load
+    from qrot.progress import Stages, forward_seconds, millions
 
     console, loaded = Console(), load(model)
-    layers, seconds = loaded.config.num_hidden_layers, forward_seconds(loaded, windows * length)
+    layers = loaded.network.config.num_hidden_layers
+    seconds = forward_seconds(millions(loaded.network.params), windows * length)
     with Stages(console) as stages, stages.stage("GPTQ", layers, seconds=3 * seconds) as advance:
         result = bench.bench_gptq(
             loaded, bits=bits, windows=windows, length=length, advance=advance

@@ -102,12 +102,13 @@ def inspect(
 
     from rich.console import Console
 
-    from qrot.run.inspect import STEPS, tables
+    from qrot.files import write_text
+    from qrot.grid import Grid
+    from qrot.progress import Stages
+    from qrot.report.inspect import tables
+    from qrot.run.inspect import STEPS
     from qrot.run.inspect import inspect as measure
     from qrot.run.prepare import inspected
-    from qrot.run.results import write_text
-    from qrot.progress import Stages
-    from qrot.grid import Grid
     from qrot.scheme import Scheme
 
     if out is not None and not out.parent.is_dir():
@@ -115,10 +116,11 @@ def inspect(
     grid = Grid(bits, "asymmetric")
     scheme, console = Scheme(activations=grid, keys=grid, values=grid), Console()
     with Stages(console) as stages:
-        loaded, rows, learned = inspected(model, rotations, text, windows, length, stages)
+        loaded, rows, transform = inspected(model, rotations, text, windows, length, stages)
+        loaded = loaded.replace(network=loaded.network.replace(scheme=scheme))
         with stages.stage("measuring", STEPS, seconds=60.0) as advance:
-            found = measure(loaded, rows, learned, scheme, advance=advance)
-    for table in tables(found, scheme):
+            found = measure(loaded, rows, transform, advance=advance)
+    for table in tables(found, scheme.name):
         console.print(table, highlight=False)
     if out is not None:
         write_text(out, json.dumps(found, indent=1) + "\n")

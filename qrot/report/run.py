@@ -15,7 +15,7 @@ from qrot.report.bars import Bar, caption, perplexity, seconds
 from qrot.report.curves import learning
 from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
-from qrot.report.tables import by_method, is_learned
+from qrot.report.tables import by_method, is_learned, row_words
 from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_results
 
 FILE = "report.html"
@@ -130,9 +130,24 @@ def report(
             page.pairs(protocol),
             page.folded("Settings (config.yaml)", page.preformatted(settings)),
             page.folded("Environment", page.pairs(results.get("environment", {}))),
+            _elsewhere(rows),
         ),
     ]
     return page.page(f"{page.model_name(protocol)}{at}", page.lead(protocol), parts)
+
+
+def _elsewhere(rows: list[dict[str, Any]]) -> str:
+    """Where rows were measured that are not of the same environment as the first ones."""
+    moved = [row for row in rows if "environment" in row]
+    if not moved:
+        return ""
+    known = dict.fromkeys(key for row in moved for key in row["environment"])
+    lines = [
+        [row_words(row), *(str(row["environment"].get(key, "")) for key in known)] for row in moved
+    ]
+    return page.folded(
+        "Rows measured elsewhere", page.table(["row", *known], lines, ["row", *known])
+    )
 
 
 def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:

@@ -21,7 +21,12 @@ _LOOK = 0.2  # seconds between looks at what is running
 
 
 class Started(NamedTuple):
-    """A run under way: its exit code or None, and what stops it."""
+    """A run under way.
+
+    Attributes:
+        poll: its exit code, or None while it runs.
+        stop: ends it.
+    """
 
     poll: Callable[[], int | None]
     stop: Callable[[], None]
@@ -38,10 +43,20 @@ def run_sweep(
     cluster: str | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Run what is left of a sweep; returns a sentence for each run that failed.
+    """Run what is left of a sweep.
 
-    jobs: at a time; by default one here, and all of them on a cluster. cluster, options: see
-    `on_cluster`. Raises InputError, before anything is run, where those make no sense.
+    Args:
+        combinations: the runs of a study.
+        console: told which are done.
+        jobs: runs at a time; by default one here, and all of them on a cluster.
+        cluster: the kind of one, see `on_cluster`; None for this machine.
+        options: of the cluster.
+
+    Returns:
+        A sentence for each run that failed.
+
+    Raises:
+        InputError: before anything is run, where cluster or options make no sense.
     """
     if cluster not in (None, "slurm", "local"):
         raise InputError(f"--cluster: {cluster!r} is not one of slurm, local")
@@ -63,16 +78,25 @@ def run_sweep(
 def launch(
     todo: Sequence[Combination], start: Start, jobs: int, seconds: float, console: Console
 ) -> list[str]:
-    """Run all, `jobs` at a time, a line for each that is finished. One that fails does not stop
-    the others.
+    """Run all, some at a time, with a line for each that is finished.
 
-    seconds: that all of it may be expected to take. Returns a sentence for each failure. An
-    interrupt or SIGTERM stops what is running.
+    One that fails does not stop the others. An interrupt or SIGTERM stops what is running.
+
+    Args:
+        todo: the runs.
+        start: starts one.
+        jobs: runs at a time.
+        seconds: that all of it may be expected to take.
+        console: told which are done.
+
+    Returns:
+        A sentence for each run that failed.
     """
     waiting, running, failures = list(todo), {}, []
     began, done = _now(), 0
     stages = Stages(console)
-    with stages, stages.stage("sweep", len(todo), seconds=seconds) as advance, _terminable():
+    sweep = stages.stage("sweep", len(todo), seconds=seconds, lines=False)
+    with stages, sweep as advance, _terminable():
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -137,10 +161,15 @@ def here(combination: Combination) -> Started:
 
 
 def on_cluster(kind: str, options: Sequence[str], study: Path) -> Start:
-    """Start runs as jobs of submitit: `slurm`, or `local`, which is its trial on this machine.
+    """What starts runs as jobs of submitit.
 
-    options: its parameters, as key=value. What submitit itself writes is in the study's folder
-    `jobs`. Raises InputError where it is not installed or does not know an option.
+    Args:
+        kind: `slurm`, or `local`, which is its trial on this machine.
+        options: its parameters, as key=value.
+        study: the folder of the sweep; what submitit itself writes is in its folder `jobs`.
+
+    Raises:
+        InputError: where submitit is not installed or does not know an option.
     """
     try:
         import submitit  # pyright: ignore[reportMissingImports]
@@ -172,7 +201,15 @@ def on_cluster(kind: str, options: Sequence[str], study: Path) -> Start:
 
 
 def execute(command: list[str], log: str) -> int:
-    """What a job does: a run, its output in its log. Returns the exit code."""
+    """What a job does: a run, its output in its log.
+
+    Args:
+        command: that runs it.
+        log: the path of a file.
+
+    Returns:
+        The exit code.
+    """
     with open(log, "wb") as file:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False

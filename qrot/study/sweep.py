@@ -15,12 +15,13 @@ from rich import box
 from rich.table import Table
 
 from qrot.errors import InputError, located
-from qrot.run.config import RunConfig, read_config
-from qrot.run.estimate import measured_ratio, millions_of, run_seconds
-from qrot.run.folder import check_folder
-from qrot.run.results import read_results
-from qrot.run.run import planned
 from qrot.model.io.load import local_config
+from qrot.run.config import RunConfig
+from qrot.run.folder import check_folder
+from qrot.run.read import read_config
+from qrot.run.results import RESULTS, read_results
+from qrot.run.run import planned
+from qrot.study.estimate import measured_ratio, millions_of, run_seconds
 
 _LONGEST = 200  # bytes of a folder's name; file systems allow 255
 _CLOSES = {"[": "]", "{": "}"}
@@ -30,8 +31,12 @@ _CLOSES = {"[": "]", "{": "}"}
 class Combination:
     """One run of a sweep.
 
-    name: of its folder in the study. swept: the values that are its own, by key, as they were
-    typed. left: the methods of the rows that are not done yet, one entry a seed.
+    Attributes:
+        name: of its folder in the study.
+        swept: the values that are its own, by key, as they were typed.
+        config: of the run.
+        command: that runs it, in a process of its own.
+        left: the methods of the rows that are not done yet, one entry a seed.
     """
 
     name: str
@@ -49,11 +54,18 @@ class Combination:
 def read_sweep(
     file: Path, overrides: Sequence[str], sweeps: Sequence[str]
 ) -> tuple[Combination, ...]:
-    """All combinations of a config and `key=a,b,c`, validated before any is run; without a sweep
-    the run itself.
+    """All combinations of a config and some values, validated before any is run.
 
-    The study is the config's `out`. Raises InputError where a combination is no valid run, two have
-    one name, or a folder is another run's.
+    The study is the config's `out`.
+
+    Args:
+        file: a configuration.
+        overrides: settings on top of it, `key=value`.
+        sweeps: the values, `key=a,b,c`; without any the run itself is all there is.
+
+    Raises:
+        InputError: where a combination is no valid run, two have one name, or a folder is another
+            run's.
     """
     study = Path(read_config(file, overrides).out)
     if sweeps and (study / "config.yaml").exists():
@@ -84,7 +96,11 @@ def run_command(file: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def read_axis(sweep: str) -> tuple[str, list[str]]:
-    """The key and the values of `key=a,b,c`; raises InputError where it has not that form."""
+    """The key and the values of `key=a,b,c`.
+
+    Raises:
+        InputError: where it has not that form.
+    """
     key, equals, text = sweep.partition("=")
     values = list(_split(text)) if equals else []
     if not key or not values or "" in values:
@@ -133,14 +149,21 @@ def _plain(value: str) -> str:
 
 
 def _left(config: RunConfig) -> tuple[str, ...]:
-    results = read_results(Path(config.out) / "results.json")
+    results = read_results(Path(config.out) / RESULTS)
     done = {(row["method"], row["seed"]) for row in results["rows"]} if results else set()
     return tuple(method for method, seed in planned(config) if (method, seed) not in done)
 
 
 def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], str]:
-    """Seconds that each run has left, None where its model would have to be fetched, and where the
-    figures come from: the rates of two CPU cores, and what finished rows of the study took."""
+    """What each run has left to do, by the rates of two CPU cores and what finished rows took.
+
+    Args:
+        combinations: the runs of a study.
+
+    Returns:
+        Seconds of each, None where its model would have to be fetched; and in a sentence where the
+        figures come from.
+    """
     models = {c.config.model: local_config(c.config.model) for c in combinations}
     ratios: dict[str, float] = {}
     sources = []
@@ -151,8 +174,7 @@ def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], 
         done = [
             (c.config, results)
             for c in combinations
-            if c.config.model == name
-            and (results := read_results(Path(c.config.out) / "results.json"))
+            if c.config.model == name and (results := read_results(Path(c.config.out) / RESULTS))
         ]
         source = f"{millions_of(model):,.0f} million parameters at the rates of two CPU cores"
         ratio = measured_ratio(done, model)
@@ -169,7 +191,12 @@ def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], 
 
 
 def plan(combinations: Sequence[Combination], seconds: Sequence[float | None]) -> Table:
-    """The runs as a table for a terminal: what differs, what is done, what it will take."""
+    """The runs as a table for a terminal: what differs, what is done, what it will take.
+
+    Args:
+        combinations: the runs of a study.
+        seconds: of each, as `estimates` has them.
+    """
     keys = list(combinations[0].swept) or ["run"]
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown = [name for name in ("methods", "scheme") if name not in keys]
