@@ -17,13 +17,14 @@ from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.pack import pack_int4, unpack_int4
 from qrot.model.decode import decode_step, empty_cache, generate
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
 from qrot.model.params import PackedLinear
+from qrot.network import fold, fuse
 from qrot.quantize.gptq import gptq
 from qrot.quantize.pack import linear_bytes, pack
 from qrot.quantize.rtn import rtn
-from qrot.rotation.forms import Rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Override, Scheme
+from qrot.sites import PROJECTIONS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENS = np.random.default_rng(7).integers(0, 97, (2, 12), np.int32)
@@ -41,8 +42,7 @@ SCHEMES = {
         W4, A4, A4, A4, (Override("layers.1.*", 8, 8, 3, 16), Override("*.down", None, 8))
     ),
 }
-run = jax.jit(forward, static_argnames=("config", "scheme"))
-decode = jax.jit(decode_step, static_argnames=("config", "scheme"))
+run, decode = jax.jit(forward), jax.jit(decode_step)
 
 
 def relative(a, b):
@@ -51,15 +51,15 @@ def relative(a, b):
 
 
 def both(model, scheme, seed=1, names=ALL):
-    """Everything on a model: (fake-quantised parameters, packed ones, other arguments)."""
+    """Everything on a model: (the fake-quantised network, the packed one)."""
     draw = np.random.default_rng(seed)
-    model = fold_norms(model)
-    rotations, scales = put(model, names)
-    shifts, clips = some_shifts(model, draw), some_clips(model, draw)
-    params, online, shifts = fuse(model.params, rotations, model.config, shifts, scales)
-    rounded = rtn(params, scheme)
-    packed = pack(rounded, params, scheme, shifts=shifts)
-    return rounded, packed, {"rotations": online, "shifts": shifts, "clips": clips}
+    network = fold(model.network)
+    transform = put(network, names)
+    transform = transform.replace(
+        shifts=some_shifts(network, draw), clips=some_clips(network, draw)
+    )
+    rounded = rtn(fuse(network, transform).replace(scheme=scheme))
+    return rounded, pack(rounded)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "symmetric_half", "asymmetric"])
@@ -142,17 +142,16 @@ def test_a_packed_model_is_the_fake_quantised_one(variant, name, scheme):
     # R4 learned, or a fast transform that is rounded in one pass
     names = ALL if name == "llama-biases" else [n for n in ALL if n != "rotation down"]
     with jax.enable_x64(True):
-        rounded, packed, rest = both(model, chosen, names=names)
-        assert isinstance(packed.layers.down, PackedLinear)
-        rest |= {"scheme": chosen}
-        expected = run(rounded, jnp.asarray(TOKENS), model.config, **rest)
-        found = run(packed, jnp.asarray(TOKENS), model.config, **rest)
+        rounded, packed = both(model, chosen, names=names)
+        assert isinstance(packed.params.layers.down, PackedLinear)
+        expected = run(rounded, jnp.asarray(TOKENS))
+        found = run(packed, jnp.asarray(TOKENS))
         assert relative(found, expected) < 1e-10
         # and through a packed cache, a prompt first
-        cache = empty_cache(model.config, 2, 16, jnp.float64, packed=chosen)
+        cache = empty_cache(packed, 2, 16, jnp.float64, packed=True)
         parts = []
         for some in np.split(TOKENS, [7], axis=1):
-            logits, cache = decode(packed, jnp.asarray(some), cache, model.config, **rest)
+            logits, cache = decode(packed, jnp.asarray(some), cache)
             parts.append(logits)
         if "tensor" not in scheme:
             assert relative(jnp.concatenate(parts, 1), expected) < 1e-10
@@ -161,28 +160,24 @@ def test_a_packed_model_is_the_fake_quantised_one(variant, name, scheme):
 @pytest.mark.parametrize("scheme", ["W4A4KV4", "W4A8KV8 by groups"])
 def test_in_float32(variant, scheme):
     """Rounding is the same but for what float32 leaves; here no level is at stake."""
-    chosen, model = SCHEMES[scheme], variant("llama-biases")
-    rounded, packed, rest = both(model, chosen)
-    expected = run(rounded, jnp.asarray(TOKENS), model.config, scheme=chosen, **rest)
-    found = run(packed, jnp.asarray(TOKENS), model.config, scheme=chosen, **rest)
+    rounded, packed = both(variant("llama-biases"), SCHEMES[scheme])
+    expected = run(rounded, jnp.asarray(TOKENS))
+    found = run(packed, jnp.asarray(TOKENS))
     assert relative(found, expected) < 1e-5
 
 
 def test_gptq_is_packed(variant):
-    scheme = SCHEMES["W4A4KV4"]
     with jax.enable_x64(True):
-        model = fold_norms(variant("llama", "float64"))
-        rounded = gptq(model.params, scheme, model.config, TOKENS)
-        packed = pack(rounded, model.params, scheme)
-        rest = {"scheme": scheme, "rotations": Rotations(fused=True)}
-        expected = run(rounded, jnp.asarray(TOKENS), model.config, **rest)
-        found = run(packed, jnp.asarray(TOKENS), model.config, **rest)
+        network = fold(variant("llama", "float64").network)
+        rounded = gptq(network.replace(scheme=SCHEMES["W4A4KV4"]), TOKENS)
+        expected = run(rounded, jnp.asarray(TOKENS))
+        found = run(pack(rounded), jnp.asarray(TOKENS))
         assert relative(found, expected) < 1e-10
 
 
 def test_the_cache_takes_what_its_bits_say(variant):
-    model, scheme = variant("llama"), SCHEMES["W4A4KV4"]
-    cache = empty_cache(model.config, 2, 16, packed=scheme)
+    network = variant("llama").network.replace(scheme=SCHEMES["W4A4KV4"])
+    cache = empty_cache(network, 2, 16, packed=True)
     for held in (cache.keys, cache.values):
         assert isinstance(held, PackedHeads)
         assert held.codes.nbytes == 3 * 2 * 16 * 2 * 12 // 2
@@ -190,49 +185,54 @@ def test_the_cache_takes_what_its_bits_say(variant):
     assert cache.length == 16
 
 
+def folded(variant, scheme):
+    return fold(variant("llama").network).replace(scheme=scheme)
+
+
 def test_weights_take_what_their_bits_say(variant):
-    model = fold_norms(variant("llama"))
     for bits, most in [(4, 0.5), (8, 1.0)]:
-        scheme = Scheme(Grid(bits))
-        packed = pack(rtn(model.params, scheme), model.params, scheme)
-        total, weights = linear_bytes(packed.layers)
-        _, same = linear_bytes(model.params.layers)
+        network = folded(variant, Scheme(Grid(bits)))
+        packed = pack(rtn(network)).params.layers
+        total, weights = linear_bytes(packed)
+        _, same = linear_bytes(network.params.layers)
         assert weights == same
-        outputs = sum(
-            getattr(packed.layers, n).scale.size for n in ("q", "k", "v", "o", "gate", "up", "down")
-        )
+        outputs = sum(packed.linear(name).scale.size for name in PROJECTIONS)
         assert total == most * weights + 4 * outputs
+        assert linear_bytes(rtn(network).params.layers) == (4 * weights, weights)
 
 
 def test_writing_with_integers(variant):
     """The same tokens from packed weights and cache as from values on grids."""
-    model, scheme = variant("llama", "float64"), SCHEMES["W4A4KV4"]
     with jax.enable_x64(True):
-        rounded, packed, rest = both(model, scheme)
-        options = {"steps": 10, "temperature": 0.0, "scheme": scheme, **rest}
+        rounded, packed = both(variant("llama", "float64"), SCHEMES["W4A4KV4"])
+        options = {"steps": 10, "temperature": 0.0}
         prompt, key = jnp.asarray(TOKENS[:, :5]), jax.random.key(0)
-        expected = generate(rounded, prompt, key, model.config, **options)
-        found = generate(packed, prompt, key, model.config, packed=True, **options)
+        expected = generate(rounded, prompt, key, **options)
+        found = generate(packed, prompt, key, packed=True, **options)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_what_is_not_packed(variant):
-    model = fold_norms(variant("llama"))
-    scheme = SCHEMES["W4A4KV4"]
-    with pytest.raises(InputError, match="q of layer 0: the weights are not on the grid"):
-        pack(model.params, model.params, scheme)
+    network = folded(variant, SCHEMES["W4A4KV4"])
+    with pytest.raises(ValueError, match="q: only weights that rtn, gptq, awq and qat rounded are"):
+        pack(network)
+    rounded = rtn(network)
+    layers = rounded.params.layers
+    stale = layers.replace(q=layers.q.replace(weight=1.01 * layers.q.weight))
+    with pytest.raises(ValueError, match="q: the weights are not on the grid"):
+        pack(rounded.replace(params=rounded.params.replace(layers=stale)))
     for grid, words in [(Grid(4, "asymmetric"), "asymmetric"), (Grid(12), "more than 8 bits")]:
-        other = Scheme(grid)
         with pytest.raises(InputError, match=words):
-            pack(rtn(model.params, other), model.params, other)
-    packed = pack(rtn(model.params, scheme), model.params, scheme)
+            pack(rtn(network.replace(scheme=Scheme(grid))))
+    some = Transform(shifts=some_shifts(network, np.random.default_rng(0)))
     with pytest.raises(ValueError, match="fuse first"):
-        forward(packed, jnp.asarray(TOKENS), model.config, scheme=scheme)
+        pack(rounded.replace(online=some))
+    with pytest.raises(ValueError, match="fuse first"):
+        forward(pack(rounded).replace(online=Transform()), jnp.asarray(TOKENS))
 
 
 def test_a_layer_at_16_bits_leaves_the_projection_alone(variant):
-    model = fold_norms(variant("llama"))
     scheme = replace(SCHEMES["W4A4KV4"], overrides=(Override("layers.0.down", weights=16),))
-    packed = pack(rtn(model.params, scheme), model.params, scheme)
-    assert not isinstance(packed.layers.down, PackedLinear)
-    assert isinstance(packed.layers.up, PackedLinear)
+    packed = pack(rtn(folded(variant, scheme))).params.layers
+    assert not isinstance(packed.down, PackedLinear)
+    assert isinstance(packed.up, PackedLinear)

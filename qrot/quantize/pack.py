@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int8
 
 from qrot.errors import InputError
 from qrot.grid import Grid
@@ -44,12 +44,13 @@ def pack(network: Network) -> Network:
             continue
         linear = layers.linear(name)
         _check(linear, each, name)
-        codes, near = _codes(linear)
+        codes, near = _codes(linear.weight, linear.scale)
         if not bool(near):
             raise ValueError(f"{name}: the weights are not on the grid of the scheme")
         packed[name] = _packed(
             linear,
             codes,
+            linear.scale,
             network.online.shifts.get(SITE_OF[name]),
             bits=max(grid.bits for grid in each),
             sums=any(_keeps_zero(own.sites[SITE_OF[name]]) for own in grids),
@@ -74,24 +75,25 @@ def _check(linear: Linear, grids: list[Grid], name: str) -> None:
 
 
 @jax.jit
-def _codes(linear: Linear) -> tuple[Float[Array, "layers groups rows out"], Bool[Array, ""]]:
+def _codes(
+    weight: Float[Any, "layers in out"], scale: Float[Any, "layers groups out"]
+) -> tuple[Int8[Array, "layers groups rows out"], Bool[Array, ""]]:
     """(Integers of the weights, by group; whether they are on their grid at all)."""
-    weight, scale = linear.weight, linear.scale
-    steps = weight.reshape(*scale.shape[:2], -1, weight.shape[-1]) / scale[:, :, None]
+    steps = weight.reshape(*scale.shape[:2], -1, weight.shape[-1]) / jnp.asarray(scale)[:, :, None]
     codes = jnp.round(steps)
     near = (jnp.abs(steps - codes) < _OFF_GRID[weight.dtype.itemsize]).all()
     return codes.astype(jnp.int8), near
 
 
 @partial(jax.jit, static_argnames=("bits", "sums"))
-def _packed(linear: Linear, codes, shift: Any, *, bits: int, sums: bool) -> PackedLinear:
+def _packed(linear: Linear, codes, scale, shift: Any, *, bits: int, sums: bool) -> PackedLinear:
     shifted = None
     if shift is not None:
         each = (shift.astype(linear.weight.dtype), linear.weight)
         shifted = jax.lax.map(lambda pair: pair[0] @ pair[1], each)
     return PackedLinear(
         codes=pack_int4(codes, axis=2) if bits <= 4 else codes,
-        scale=linear.scale,
+        scale=scale,
         sums=codes.sum(2, dtype=jnp.int32) if sums else None,
         shifted=shifted,
         bias=linear.bias,

@@ -85,21 +85,20 @@ def round_with_scale(
 
 
 def scale_by_group(
-    weight: Float[Array, "in out"], grid: Grid, clip: Float[Array, "..."] | float | None
+    weight: Float[Array, "in out"], grid: Grid, clip: Float[Array, "..."] | float
 ) -> Float[Array, "groups out"] | None:
     """The scales of a weight as `Linear` has them; None where the grid is asymmetric.
 
     Args:
         weight: before it is rounded.
         grid: that it is rounded to; scales of 1 where it does not round.
-        clip: ratios for each scale, as `best_clip` returns them; the grid's if None.
+        clip: one ratio, or one for each scale, as `best_clip` returns them.
     """
     if grid.kind == "asymmetric":
         return None
     if not grid.on:
         return unit_scale(weight, grid)
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    clip = grid.clip if clip is None else clip
     return by_group(elementwise_scale_and_zero(wide, grid, axis=-2, clip=clip)[0], grid)
 
 
@@ -147,8 +146,7 @@ def weight_scale_and_zero(
     weight: Float[Array, "in out"], grid: Grid
 ) -> tuple[Float[Array, "in out"], Float[Array, "in out"] | None]:
     """Scale and zero point of each weight, by which `round_weight` rounds; see `Grid`."""
-    clip = best_clip(weight, grid) if grid.clip == "mse" else grid.clip
-    return elementwise_scale_and_zero(weight, grid, axis=-2, clip=clip)
+    return elementwise_scale_and_zero(weight, grid, axis=-2, clip=_clip(weight, grid))
 
 
 def round_weight(
@@ -159,8 +157,10 @@ def round_weight(
     return fake_quantise(weight, grid, axis=-2, clip=clip, scale_gradient=scale_gradient)
 
 
-def _clip(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "..."] | None:
-    return best_clip(weight, grid) if grid.on and grid.clip == "mse" else None
+def _clip(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "..."] | float:
+    if grid.clip == "mse":
+        return best_clip(weight, grid) if grid.on else 1.0
+    return grid.clip
 
 
 def best_clip(
