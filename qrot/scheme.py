@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -26,8 +27,13 @@ _GRANULARITY = {
 class Override:
     """Other bit widths for the names that match.
 
-    match: a shell pattern over `layers.<i>.<name>`, name one of q, k, v, o, gate, up, down (their
-      weights and their input) and keys, values (the cache): `*.down`, `layers.0.*`.
+    Attributes:
+        match: a shell pattern over `layers.<i>.<name>`, name one of q, k, v, o, gate, up, down
+            (their weights and their input) and keys, values (the cache): `*.down`, `layers.0.*`.
+        weights: bits; None for the scheme's.
+        activations: bits; None for the scheme's.
+        keys: bits; None for the scheme's.
+        values: bits; None for the scheme's.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -48,8 +54,14 @@ class Override:
 class Scheme:
     """The grids of a whole model: W4A4KV4 is bits=4 for all four.
 
-    scale_gradient: whether the derivative of a quantiser follows its scale; False holds the scale
-      constant, as the released SpinQuant does.
+    Attributes:
+        weights: of all linear layers.
+        activations: of what they read.
+        keys: of the cache.
+        values: of the cache.
+        overrides: exceptions by layer and projection; of those that match the last one counts.
+        scale_gradient: whether the derivative of a quantiser follows its scale; False holds the
+            scale constant, as the released SpinQuant does.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -86,6 +98,24 @@ class Scheme:
         k, v = self.keys.bits, self.values.bits
         cache = f"KV{k}" if k == v else f"K{k}V{v}"
         return f"W{self.weights.bits}A{self.activations.bits}{cache}"
+
+
+def scheme_named(name: str, weights: Grid, activations: Grid, cache: Grid = _ALONE) -> Scheme:
+    """The scheme of a short name, on grids with the bits that it says.
+
+    Args:
+        name: such as W4A4KV4 or W4A16.
+        weights, activations, cache: the grids apart from their bits.
+
+    Raises:
+        InputError: where it is no such name.
+    """
+    match = re.fullmatch(r"W(\d+)A(\d+)(?:KV(\d+))?", name)
+    if match is None:
+        raise InputError(f"--scheme: {name!r} is no name such as W4A4KV4, W8A8 or W4A16")
+    w, a, kv = (int(bits) if bits else OFF for bits in match.groups())
+    keys = replace(cache, bits=kv)
+    return Scheme(replace(weights, bits=w), replace(activations, bits=a), keys=keys, values=keys)
 
 
 @dataclass(frozen=True)
@@ -127,7 +157,8 @@ def layer_scheme(scheme: Scheme, layer: int) -> LayerScheme:
 def segments(scheme: Scheme, layers: int) -> list[tuple[int, int, LayerScheme]]:
     """Runs (start, stop, scheme) of neighbouring layers with the same grids.
 
-    Raises InputError where an override changes nothing in the model.
+    Raises:
+        InputError: where an override changes nothing in the model.
     """
     for override in scheme.overrides:
         _check_match(override, layers)

@@ -5,15 +5,14 @@ The source is read, not imported: the site is built without JAX.
 
 import ast
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from docstrings import itemised
-
 MARK = "<!-- settings -->"
+WEIGHTS = "WeightSettings"  # the union of all dataclasses that have a `method`
+# The package whose records have the names that a key may have.
+RECORDS = {"methods": "run/methods", "objective": "learn/objectives", "start": "learn/starts"}
 _TYPES = {
     "str": "text",
     "int": "integer",
@@ -28,6 +27,14 @@ class Source(NamedTuple):
 
     node: ast.ClassDef
     names: dict[str, ast.expr]
+
+    @property
+    def method(self) -> str:
+        """What the field `method` has to be; "" where there is none."""
+        for line in self.node.body:
+            if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) == "method":
+                return "" if line.value is None else str(ast.literal_eval(line.value))
+        return ""
 
 
 class Field(NamedTuple):
@@ -47,7 +54,38 @@ def on_page_markdown(markdown: str, config, **_) -> str:
     if MARK not in markdown:
         return markdown
     package = Path(config.config_file_path).parent / "qrot"
-    return markdown.replace(MARK, "\n".join(sections(read(package), "RunConfig")))
+    tables = sections(read(package), "RunConfig", names=record_names(package))
+    return markdown.replace(MARK, "\n".join(tables))
+
+
+def record_names(package: Path) -> dict[str, list[str]]:
+    """By key the names of the records that it may name: RECORD = Kind("name", ...)."""
+    found: dict[str, list[str]] = {}
+    for key, folder in RECORDS.items():
+        for file in sorted((package / folder).glob("*.py")):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                    name = node.value.args[0] if node.value.args else None
+                    if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                        found.setdefault(key, []).append(name.value)
+    return found
+
+
+def itemised(text: str) -> str:
+    """Markdown of a docstring: what stands under `Attributes:` becomes a list."""
+    before, _, after = text.partition("Attributes:\n")
+    lines = [_escaped(line) for line in before.splitlines()]
+    for line in after.splitlines():
+        entry = re.match(r"    (\w+): (.*)", line)
+        lines.append(f"- `{entry[1]}`: {_escaped(entry[2])}" if entry else _escaped(line[4:]))
+    return "\n".join(lines)
+
+
+def _escaped(line: str) -> str:
+    """Names in angle brackets, as in runs/<name>, are no HTML; within backticks they are safe."""
+    parts = line.split("`")
+    parts[::2] = [re.sub(r"<(?=[A-Za-z])", "&lt;", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def read(package: Path) -> dict[str, Source]:
@@ -79,25 +117,40 @@ def fields(classes: dict[str, Source], name: str) -> list[Field]:
     return found
 
 
-def sections(classes: dict[str, Source], top: str) -> list[str]:
-    """Markdown: a heading, the docstring and a table for the class and for all below it."""
-    lines, queue, seen = [], [(top, "")], {}
+def sections(
+    classes: dict[str, Source], top: str, names: dict[str, list[str]] | None = None
+) -> list[str]:
+    """Markdown: a heading, the docstring and a table for the class and for all below it.
+
+    Args:
+        classes: by name.
+        top: the name of the first one.
+        names: by key, what a text may be.
+    """
+    lines, queue, done = [], [(top, "")], {}
     while queue:
         name, path = queue.pop(0)
-        lines += [f"## {path or 'Top level'}", ""]
-        if name in seen:
-            lines += [f"As [`{seen[name]}`](#{_anchor(seen[name])}).", ""]
+        method = classes[name].method
+        heading = f"{path}: {{method: {method}}}" if method else path or "Top level"
+        lines += [f"## {heading}", ""]
+        if name in done:
+            lines += [f"As [`{done[name]}`](#{_anchor(done[name])}).", ""]
             continue
-        seen[name] = path
+        done[name] = path
         rows, below = fields(classes, name), []
-        text = ast.get_docstring(classes[name].node) or ""
-        lines += [itemised(text, [row.key for row in rows]), ""]
+        lines += [itemised(ast.get_docstring(classes[name].node) or ""), ""]
         lines += ["| key | may be | default |", "| --- | --- | --- |"]
         for row in rows:
             where, kind = f"{path}.{row.key}" if path else row.key, row.kind
-            if row.section is not None:
+            if kind == WEIGHTS:
+                union = [n for n, source in classes.items() if source.method]
+                below += [(member, where) for member in union]
+                kind = "section by `method`: " + ", ".join(f"`{classes[n].method}`" for n in union)
+            elif row.section is not None:
                 kind = kind.replace(row.section, f"[section](#{_anchor(where)})")
                 below.append((row.section, where))
+            elif names and row.key in names:
+                kind = kind.replace("text", ", ".join(f"`{n}`" for n in names[row.key]))
             default = {"": "needed", None: "as there"}.get(row.default, f"`{row.default}`")
             lines.append(f"| `{where}` | {kind} | {default} |")
         lines.append("")
@@ -119,6 +172,8 @@ def _kind(node: ast.expr, names: dict[str, ast.expr], classes: dict[str, Source]
             return ", ".join(f"`{ast.literal_eval(value)}`" for value in inner)
         return f"list of {_kind(inner[0], names, classes)}"
     name = ast.unparse(node)
+    if name == WEIGHTS:
+        return name
     if name in names:
         return _kind(names[name], names, classes)
     return name if name in classes else _TYPES[name]
