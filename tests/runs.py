@@ -8,13 +8,13 @@ from rich.console import Console
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
+from qrot.calibrate.moments import Calibration
 from qrot.evaluate.perplexity import Windows
-from qrot.run.config import RunConfig
-from qrot.text import Data
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
-from qrot.calibrate.moments import Calibration
+from qrot.run.config import RunConfig
 from qrot.scheme import Scheme
+from qrot.text import Data
 
 METHODS = ("full_precision", "no_rotation", "random_orthogonal", "random_hadamard", "learned")
 CHEAP = ("full_precision", "no_rotation")

@@ -2,8 +2,11 @@ import errno
 import io
 import json
 import math
+import os
+import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,31 +15,36 @@ import yaml
 from rich.console import Console
 from runs import CALIBRATION, CHEAP, METHODS, WORDS, quiet
 
+from qrot.cli.run import run_and_report
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.run import methods, results
-from qrot.run import run as module
-from qrot.run.config import read_config
-from qrot.text import Data, read_texts
-from qrot.run.results import cells, columns, markdown
-from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.learn.settings import Learn
+from qrot.quantize.gptq import Gptq
 from qrot.quantize.mixed import Mixed
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
+from qrot.run import results
+from qrot.run import run as module
+from qrot.run.lock import LOCK, entered
+from qrot.run.methods import learned as learned_module
+from qrot.run.read import read_config
+from qrot.run.run import run
 from qrot.scheme import Scheme
+from qrot.sites import INPUTS, SITES
+from qrot.text import Data, read_texts
 
 GROUPED = Grid(4, granularity="group", group=32)
 
 
 def test_a_whole_run(config):
     shown = io.StringIO()
-    found = run(config, Console(file=shown))
+    found = run_and_report(config, Console(file=shown))
     folder = Path(config.out)
     assert json.loads((folder / "results.json").read_text()) == found
     assert read_config(folder / "config.yaml") == config
     assert not list(folder.rglob("*.partial"))
+    assert not (folder / LOCK).exists()
 
     protocol, environment = found["protocol"], found["environment"]
     assert (protocol["window"], protocol["count"], protocol["stride"]) == (16, 5, 16)
@@ -88,8 +96,8 @@ def test_learned_with_shifts_and_clips_for_two_seeds(config):
         assert row["trained_weight_bits"] == 16
         assert row["rotations"] == f"seed{seed}/rotations.safetensors"
         learned, _ = load_rotations(folder / row["rotations"])
-        assert learned.shifts is not None
-        assert learned.clips is not None
+        assert set(learned.shifts) == set(INPUTS)
+        assert set(learned.clips) == set(SITES)
 
 
 def test_rotations_of_another_run_are_judged_alike(config):
@@ -134,6 +142,65 @@ def test_a_stopped_run_goes_on(config, monkeypatch):
     assert len(begun) == 5  # nothing left to do
 
 
+def test_a_row_that_is_measured_elsewhere_says_so(config, monkeypatch):
+    config = replace(config, methods=CHEAP)
+    here, original = module._environment(), module.judge
+
+    def judge(inputs, name, network):
+        if name == "no rotation":
+            raise KeyboardInterrupt
+        return original(inputs, name, network)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "judge", judge)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, quiet())
+    elsewhere = {**here, "device": "another (gpu, x86_64)"}
+    monkeypatch.setattr(module, "_environment", lambda: elsewhere)
+    found = run(config, quiet())
+    assert found["environment"]["device"] == here["device"]
+    full, plain = found["rows"]
+    assert "environment" not in full  # measured where the folder says
+    assert plain["environment"] == elsewhere
+
+
+def test_a_folder_with_a_run_in_it_is_refused(config):
+    config, folder = replace(config, methods=CHEAP), Path(config.out)
+    with entered(folder), pytest.raises(InputError) as error:
+        run(config, quiet())
+    sentence = rf"{folder}: another run \(pid {os.getpid()}, since 20.*\) is in it; wait for it, or"
+    assert re.match(sentence, str(error.value))
+    assert not list(folder.iterdir())
+    assert len(run(config, quiet())["rows"]) == 2
+
+
+def test_a_run_that_begins_while_another_is_prepared_keeps_its_folder(config, monkeypatch):
+    config, folder = replace(config, methods=CHEAP), Path(config.out)
+    original = module.prepare
+    with ExitStack() as other:
+
+        def prepare(*arguments):
+            other.enter_context(entered(folder))
+            return original(*arguments)
+
+        monkeypatch.setattr(module, "prepare", prepare)
+        with pytest.raises(InputError, match="is in it"):
+            run(config, quiet())
+        assert {path.name for path in folder.iterdir()} == {LOCK}
+
+
+def test_the_lock_of_a_killed_run_is_no_trap(config):
+    config, folder = replace(config, methods=CHEAP), Path(config.out)
+    code = (
+        "import os, signal, sys; from pathlib import Path; from qrot.run.lock import entered\n"
+        "with entered(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+    assert (folder / LOCK).exists()
+    assert len(run(config, quiet())["rows"]) == 2
+    assert not (folder / LOCK).exists()
+
+
 def test_a_folder_of_another_config_is_refused(config):
     config = replace(config, methods=CHEAP)
     run(config, quiet())
@@ -149,11 +216,13 @@ def test_a_folder_from_before_there_was_a_key_goes_on(config):
     before = run(config, quiet())
     file = Path(config.out) / "config.yaml"
     settings = yaml.safe_load(file.read_text())
-    del settings["weight_method"], settings["calibration"]
-    file.write_text(yaml.safe_dump(settings))
-    assert run(config, quiet())["rows"] == before["rows"]
-    with pytest.raises(InputError, match="differs in weight_method"):
-        run(replace(config, weight_method="gptq", calibration=CALIBRATION), quiet())
+    del settings["weights"], settings["keep"], settings["calibration"]
+    older = {"weight_method": "rtn", "gptq": {"damping": 0.01, "act_order": True}}
+    for form in ({}, older):  # and one from before weights were one section
+        file.write_text(yaml.safe_dump({**settings, **form}))
+        assert run(config, quiet())["rows"] == before["rows"]
+        with pytest.raises(InputError, match=r"differs in weights\.method"):
+            run(replace(config, weights=Gptq(), calibration=CALIBRATION), quiet())
 
 
 def test_a_folder_measured_on_another_text_is_refused(config, tmp_path):
@@ -197,7 +266,7 @@ def test_a_folder_of_something_else_is_refused(config):
             "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",
         ),
         (
-            {"weight_method": "gptq"},
+            {"weights": Gptq()},
             "calibration.windows: the text has 400 tokens: 0 windows of 512, not 64",
         ),
         ({"mixed": Mixed()}, "mixed.windows: the text has 400 tokens: 0 windows of 512, not 8"),
@@ -238,10 +307,11 @@ def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
 
     config = replace(config, methods=("no_rotation", "learned"))
     with monkeypatch.context() as patch:
-        patch.setattr(methods, "learn", learn)
+        patch.setattr(learned_module, "learn", learn)
         with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)"):
             run(config, quiet())
-    assert {path.name for path in Path(config.out).iterdir()} == {"config.yaml", "results.json"}
+    left = {path.name for path in Path(config.out).iterdir()}
+    assert left == {"config.yaml", "results.json", "network.safetensors"}
 
 
 def test_faults_of_qrot_keep_their_traceback(config, monkeypatch):
@@ -264,45 +334,6 @@ def test_one_text_for_both_is_refused(tmp_path):
     (tmp_path / "a").write_text("a b c")
     with pytest.raises(InputError, match="is the one that judges"):
         read_texts(Data("files", str(tmp_path), "a", "a"))
-
-
-def row(method, seed, nll, **more):
-    facts = {"weights": 4, "activations": 4, "keys": 4, "values": 8, "seconds": 2.0}
-    return {
-        "method": method,
-        "seed": seed,
-        "nll": nll,
-        "perplexity": math.exp(nll),
-        **facts,
-        **more,
-    }
-
-
-def test_the_table_takes_seeds_together():
-    rows = [
-        row("full_precision", None, 3.0, weights=16, activations=16, keys=16, values=16),
-        row("no_rotation", None, 12.0),
-        row("random_hadamard", 0, 4.9),
-        row("random_hadamard", 1, 5.1),
-        row("learned", 0, 4.5, objective="cross_entropy", steps=9, trained_weight_bits=4,
-            shifts=True, scales=False, clips=True, optimiser="cayley_adam", start="hadamard"),
-    ]  # fmt: skip
-    full, rtn, hadamard, learned = cells(rows)
-    assert full == ("full precision", "", "20.09", "", "", "2")
-    assert rtn[2:5] == ("162,755", "9.000", "")
-    assert hadamard[1:5] == ("2", "149.16 ± 21.02", "2.000", "0.0%")
-    assert learned[3:5] == ("1.500", "25.0%")
-    protocol = dict.fromkeys(
-        ("model", "note", "text", "count", "window", "stride", "bos", "logits", "norms"), "x"
-    )
-    text = markdown({"protocol": protocol, "rows": rows})
-    assert "| random hadamard | 2 | 149.16 ± 21.02 | 2.000 | 0.0% | 2 |" in text
-    assert "at W4A4K4V8 on" in text
-    assert "Learned: cross entropy with weights at 4 bits, with shifts, clips, 9 steps" in text
-    assert cells(rows[1:2])[0][3:5] == ("", "")
-    others = [{**row, "other_perplexity": 50.0} for row in rows]
-    assert columns(others)[2:4] == ("perplexity", "other text")
-    assert cells(others)[2][3] == "50.00 ± 0.00"
 
 
 def test_damaged_results_are_named(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -18,6 +18,7 @@ from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 
 
+@runtime_checkable
 class Training(Protocol):
     """The settings of a method that trains weights on such text."""
 

@@ -129,5 +129,5 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
 def _check_fit(config: RunConfig, model: Model, rows: Int[np.ndarray, "count length"]) -> None:
     """Trace all that rounds without computing it: groups and overrides that do not fit raise."""
     network, tokens = model.network.replace(scheme=config.scheme), jnp.asarray(rows[:1, :2])
-    jax.eval_shape(rtn, network)
+    jax.eval_shape(lambda network: jax.tree.leaves(rtn(network)), network)
     jax.eval_shape(forward, network, tokens)

@@ -29,10 +29,11 @@ from qrot.run.anatomy import keep_anatomy
 from qrot.run.build import build
 from qrot.run.check import check_names
 from qrot.run.config import RunConfig, resolved, to_yaml
-from qrot.run.folder import check_folder, check_free, entered, writing
+from qrot.run.folder import check_folder, writing
 from qrot.run.inputs import Inputs
 from qrot.run.judge import judge
 from qrot.run.kept import keep_network
+from qrot.run.lock import check_free, entered
 from qrot.run.methods import METHODS
 from qrot.run.prepare import prepare
 from qrot.run.results import RESULTS, read_results, write_results

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from qrot.errors import InputError
 from qrot.model.params import Model
 from qrot.progress import ROUND
-from qrot.quantize.keep import is_network, load_network, read_about
+from qrot.quantize.keep import load_network, read_about
 from qrot.rotation.store import check_digest, load_rotations
 from qrot.rotation.transform import Transform
 from qrot.run.config import RunConfig
@@ -22,10 +27,10 @@ _TOLD = ("objective", "trained_weight_bits", "weight_method", "mixed", "hidden_k
 def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
     """What is in the file, and where it comes from."""
     config, path = inputs.config, _path(inputs.config)
-    if is_network(path):
-        with inputs.stages.stage(f"{name}: reading the network", seconds=ROUND * inputs.millions):
-            network, metadata = load_network(path)
+    if (metadata := _network(path)) is not None:
         check_digest(path, metadata, inputs.model.digest)
+        with inputs.stages.stage(f"{name}: reading the network", seconds=ROUND * inputs.millions):
+            network = jax.tree.map(jnp.asarray, load_network(path)[0])
         facts = {"network": str(path), "weights": metadata["weight_bits"], **_known(metadata)}
         return Prepared(network=network, facts=facts)
     bits = config.fitting_weight_bits
@@ -43,8 +48,8 @@ def _known(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def expect(config: RunConfig, model: Model) -> Transform:
     """What is in a file of rotations; nothing is put on a whole network."""
     path = _path(config)
-    if is_network(path):
-        check_digest(path, read_about(path), model.digest)
+    if (metadata := _network(path)) is not None:
+        check_digest(path, metadata, model.digest)
         return Transform()
     return load_rotations(path, digest=model.digest)[0]
 
@@ -52,9 +57,16 @@ def expect(config: RunConfig, model: Model) -> Transform:
 def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
     """What is in a file of rotations; None for a whole network, or where it was moved since."""
     path = _path(inputs.config)
-    if not path.exists() or is_network(path):
+    if not path.exists() or _network(path) is not None:
         return None
     return load_rotations(path, digest=inputs.model.digest)[0]
+
+
+def _network(path: Path) -> dict[str, Any] | None:
+    """What a kept network says of itself; None where the file is no such network."""
+    with suppress(InputError):
+        return read_about(path)
+    return None
 
 
 def _path(config: RunConfig) -> Path:
