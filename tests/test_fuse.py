@@ -251,9 +251,7 @@ def test_weights_are_quantised_in_the_rotated_basis(folded):
     network, before = folded("llama-biases", "float32")
     fused = fuse(network, Transform(random_rotations(network.config, 0)))
     errors = [
-        relative(
-            run(rtn(fused.replace(scheme=Scheme(weights=Grid(bits=bits))))), before
-        )
+        relative(run(rtn(fused.replace(scheme=Scheme(weights=Grid(bits=bits))))), before)
         for bits in (2, 8, 12)
     ]
     assert errors[0] > 0.2 > 0.05 > errors[1] > errors[2] > 1e-5

@@ -1,4 +1,4 @@
-"""Decoding: token after token, with the keys and values of those before kept in a cache.
+"""Decoding: token after token, with the keys and values of those before in a cache.
 
 The cache holds what attention reads: keys after RoPE and values, rotated where that is done online,
 and rounded as they enter it: as integers, where the cache was made for that. A cache is a pytree, a
@@ -56,8 +56,8 @@ def empty_cache(
         batch: texts.
         length: tokens of each.
         dtype: of the computation; the parameters' own if None.
-        packed: whether keys and values are held as integers. Those with overrides by layer, with
-            more than 8 bits or with one scale for all tokens are held as values, on their grid.
+        packed: whether keys and values are stored as integers. Those with overrides by layer, with
+            more than 8 bits or with one scale for all tokens are stored as values, on their grid.
 
     Raises:
         InputError: where a group does not divide head_dim, or token by token is not the same as all
@@ -66,7 +66,7 @@ def empty_cache(
     config, dtype = network.config, dtype or network.params.embed.dtype
     layers = config.num_hidden_layers
     schemes = layer_schemes(network.scheme, layers)
-    if any(grid.threshold for scheme in schemes for grid in scheme.sites.values()):
+    if any(grid.on and grid.threshold for scheme in schemes for grid in scheme.sites.values()):
         raise InputError(
             "activations.threshold looks for outliers in all tokens at once: a network with it "
             "does not write token by token"
@@ -138,13 +138,13 @@ def _decode(network: Network, tokens, cache: Cache) -> tuple[Array, Cache]:
     return hidden, Cache(keys, values, first + tokens.shape[1], dtype)
 
 
-def _written(held: Any, new: Any, layer, first) -> Any:
+def _written(cached: Any, new: Any, layer, first) -> Any:
     """The keys or values of all layers with those of some tokens in one."""
     place = (layer, jnp.zeros_like(first), first)
-    if isinstance(held, PackedHeads):
-        return append(held, new, place)
+    if isinstance(cached, PackedHeads):
+        return append(cached, new, place)
     at = (*place, *(jnp.zeros_like(first),) * 2)
-    return jax.lax.dynamic_update_slice(held, new[None], at)
+    return jax.lax.dynamic_update_slice(cached, new[None], at)
 
 
 def next_token(
@@ -199,7 +199,7 @@ def generate(
             One number, or an array that broadcasts against [batch, steps].
         top_k: draw among so many of the likeliest; None among all.
         dtype: of the computation and the cache; the parameters' own if None.
-        packed: whether keys and values are kept as integers.
+        packed: whether keys and values are stored as integers.
     """
     batch, length = prompt.shape
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch, steps))
