@@ -79,7 +79,8 @@ def _measure(inputs: Inputs) -> dict[str, Any]:
         if (method, seed) in done:
             continue
         row, network = _row(inputs, method, seed)
-        keep_network(inputs, row, network, rows)
+        if network is not None:
+            keep_network(inputs, row, network, rows)
         rows.append({**row, **_elsewhere(results["environment"])})
         write_results(folder / RESULTS, results)
         inputs.track(row_name(method, seed), None, row)
@@ -164,8 +165,8 @@ def _elsewhere(first: dict[str, Any]) -> dict[str, Any]:
     return {} if {**here, "date": first.get("date")} == first else {"environment": here}
 
 
-def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any], Network]:
-    """One method at one seed: what it came to, and the network that was judged."""
+def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any], Network | None]:
+    """One method at one seed: what it came to, and the network that was built for it, if any."""
     began, name = time.perf_counter(), row_name(method, seed)
     record = METHODS[method]
     prepared = record.prepare(inputs, name, seed or 0)
@@ -184,4 +185,4 @@ def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any],
         "seconds": time.perf_counter() - began + prepared.earlier_seconds,
         **prepared.facts,
     }
-    return row, network
+    return row, network if prepared.network is None else None
