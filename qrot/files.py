@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,18 +70,20 @@ def whole_folder(out: Path) -> Iterator[Path]:
         out: the folder; absent or empty.
 
     Yields:
-        The path of a folder to fill.
+        The path of a folder to fill, of this block alone.
 
     Raises:
-        InputError: where `out` holds something already, or cannot be written.
+        InputError: where `out` holds something, before the block or after it, or cannot be written.
     """
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    there = f"{out}: is there already; choose another --out"
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"{out}: is there already; choose another --out")
-        shutil.rmtree(partial, ignore_errors=True)
+        if _holds_something(out):
+            raise InputError(there)
         partial.mkdir(parents=True)
         yield partial
+        if _holds_something(out):  # of another program, which was faster
+            raise InputError(there)
         if out.is_dir():
             out.rmdir()
         partial.rename(out)
@@ -90,6 +93,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
             reason = error.strerror or error
             raise InputError(f"{error.filename or out}: cannot be written ({reason})") from error
         raise
+
+
+def _holds_something(out: Path) -> bool:
+    return out.exists() and (not out.is_dir() or any(out.iterdir()))
 
 
 def write_tensors(

@@ -15,16 +15,22 @@ from runs import A4
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qrot import cli
-from qrot.text import Data, read_texts
+from qrot.export.verify import logits_in_qrot
 from qrot.grid import Grid
 from qrot.model.io.load import load
+from qrot.network import fold, fuse
+from qrot.quantize.keep import save_network
+from qrot.quantize.rtn import rtn
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.forms import Learned
 from qrot.rotation.store import save_rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
+from qrot.sites import PROJECTIONS
+from qrot.text import Data, read_texts
 
 TOKENS = np.random.default_rng(7).integers(0, 97, (1, 24), np.int32)
 W4A4KV4 = Scheme(Grid(4, clip="mse"), A4, A4, A4)
+ROW = "learned, seed 3"
 
 
 def tokenizer():
@@ -36,40 +42,83 @@ def tokenizer():
     return made
 
 
-def save(folder, learned, scheme, digest=None):
-    """A rotation file for the model in `folder`, beside it."""
-    path = folder.parent / f"{folder.name}.safetensors"
-    digest = digest or load(str(folder)).digest
-    metadata = {
+def about(folder, scheme, **more):
+    """What a file says of itself, for the model in `folder`."""
+    return {
         "model": str(folder),
-        "digest": digest,
+        "digest": load(str(folder)).digest,
         "scheme": TypeAdapter(Scheme).dump_python(scheme, mode="json"),
         "seed": 3,
+        "row": ROW,
+        "calibration": {"windows": 4, "length": 64},
+        **more,
     }
-    save_rotations(path, learned, metadata)
+
+
+def save(folder, transform, scheme, **more):
+    """A rotation file for the model in `folder`, beside it."""
+    path = folder.parent / f"{folder.name}.safetensors"
+    save_rotations(path, transform, about(folder, scheme, **more))
     return path
 
 
-def write_fitted(path, name, scheme=W4A4KV4, learned=None):
-    """A tiny model in a folder of its own, and the rotation file for it."""
-    folder = path / name
+def write_model(folder, name):
+    """A tiny model with a tokenizer."""
     write_variant(folder, name)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
-    return save(folder, everything(load(str(folder))) if learned is None else learned, scheme)
 
 
-def everything(model):
-    """All that can be learned."""
-    rotations, scales = jax.tree.map(jnp.float32, put(model, ALL))
-    draw = np.random.default_rng(3)
-    return Learned(rotations, some_shifts(model, draw), some_clips(model, draw), scales)
+def write_fitted(path, name, scheme=W4A4KV4, transform=None, **more):
+    """A tiny model in a folder of its own, and the rotation file for it."""
+    folder = path / name
+    write_model(folder, name)
+    if transform is None:
+        transform = everything(load(str(folder)).network)
+    return save(folder, transform, scheme, **more)
+
+
+def write_run(path, name, transform, scheme, change=rtn, **more):
+    """A tiny model in a folder of its own, and a run folder with the network that it kept."""
+    folder, run = path / name, path / "run"
+    write_model(folder, name)
+    run.mkdir()
+    network = change(fused(folder, transform).replace(scheme=scheme))
+    save_rotations(run / "rotations.safetensors", transform, about(folder, scheme, **more))
+    save_network(run / "network.safetensors", network, about(folder, network.scheme, **more))
+    return run, network
+
+
+def fused(folder, transform):
+    """The model in `folder` with a transform in its weights."""
+    return fuse(fold(load(str(folder)).network), transform)
+
+
+def as_values(network):
+    """Weights that are rounded, but are no integers of any scale, as QuIP's are."""
+    rounded = rtn(network).params.layers
+    change = {
+        name: rounded.linear(name).replace(weight=1.03 * rounded.linear(name).weight, scale=None)
+        for name in PROJECTIONS
+    }
+    return network.replace(params=network.params.replace(layers=rounded.replace(**change)))
+
+
+def in_qrot(network, tokens=TOKENS):
+    return logits_in_qrot(network)(tokens)
+
+
+def everything(network):
+    """All that can be put on a network."""
+    transform, draw = jax.tree.map(jnp.float32, put(network, ALL)), np.random.default_rng(3)
+    return transform.replace(shifts=some_shifts(network, draw), clips=some_clips(network, draw))
 
 
 def hadamard(name, tmp_path, **sites):
     folder = tmp_path / "sizes"
     write_variant(folder, name)
-    return Learned(random_rotations(load(str(folder)).config, 0, sites=RotationSites(**sites)))
+    config = load(str(folder)).network.config
+    return Transform(random_rotations(config, 0, sites=RotationSites(**sites)))
 
 
 def export(monkeypatch, *arguments):

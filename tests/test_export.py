@@ -2,24 +2,37 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from exports import apart, export, logits, opened, save
+from exports import (
+    apart,
+    as_values,
+    export,
+    hadamard,
+    in_qrot,
+    logits,
+    opened,
+    save,
+    write_run,
+)
 from models import VARIANTS, write_folder
 from rich.console import Console
+from safetensors import safe_open
 
-from qrot.progress import Stages
-from qrot.export.export import Options
+from qrot.export.checkpoint import config_json
 from qrot.export.export import export as write
-from qrot.export.fitted import read_fitted
+from qrot.export.format import Options
+from qrot.export.source import open_source
 from qrot.files import write_tensors
-from qrot.export.huggingface import config_json
-from qrot.model import assemble
+from qrot.grid import Grid
+from qrot.model.io import assemble
 from qrot.model.io.load import load, open_model
+from qrot.progress import Stages
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import Learned
+from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 
 torch = pytest.importorskip("torch")
@@ -41,7 +54,48 @@ def test_a_rotated_folder_computes_what_the_model_did(made, monkeypatch, tmp_pat
     assert opened(out).generation_config.temperature == 0.5
     readme = (out / "README.md").read_text()
     assert "R3, R4, shifts, clip ratios" in readme
+    assert "at full precision in place of W4A4KV4" in readme
     assert "seed 3" in readme
+
+
+def test_rounded_weights_alone_are_written_as_they_were_judged(monkeypatch, tmp_path, capsys):
+    """Whatever rounded them: their values, not rounded again; with R4 they are not alone."""
+    alone = hadamard("llama", tmp_path, key=False, down=False)
+    run, network = write_run(tmp_path, "llama", alone, Scheme(Grid(4)), as_values)
+    out = tmp_path / "out"
+    assert export(monkeypatch, run, "--out", out, "--verify") == 0
+    assert "It is the network that was judged" in capsys.readouterr().out
+    loaded = opened(out)
+    mine, theirs = network.params.layers.o.weight, loaded.model.layers[1].self_attn.o_proj
+    np.testing.assert_array_equal(theirs.weight.detach().numpy(), np.asarray(mine[1]).T)
+    assert apart(logits(loaded), in_qrot(network)) < 1e-5
+    assert apart(logits(loaded), logits(opened(tmp_path / "llama"))) > 1e-3
+
+
+def test_a_network_that_weights_alone_are_not_is_built_in_full_precision(
+    monkeypatch, tmp_path, capsys
+):
+    transform = hadamard("llama", tmp_path)
+    run, _ = write_run(tmp_path, "llama", transform, Scheme(Grid(4)))
+    out = tmp_path / "out"
+    assert export(monkeypatch, run, "--out", out, "--verify") == 0
+    sentence = (
+        "It is not the network that was judged: without R3, R4, at full precision in place of "
+        "W4A16KV16."
+    )
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert sentence in (out / "README.md").read_text()
+    assert apart(logits(opened(out)), logits(opened(tmp_path / "llama"))) < 1e-5
+
+
+def test_the_commit_of_a_hub_model_is_recorded(made, tmp_path):
+    source, commit = open_source(made("llama")), "0123456789abcdef"
+    source = replace(source, opened=source.opened._replace(revision=commit))
+    with Stages(Console(quiet=True)) as stages:
+        write(source, tmp_path / "out", "torch", Options(), stages)
+    assert f"commit {commit}, sha256" in (tmp_path / "out" / "README.md").read_text()
+    with safe_open(tmp_path / "out" / "online.safetensors", "np") as file:
+        assert json.loads(file.metadata()["revision"]) == commit
 
 
 def test_what_a_gguf_file_says():
@@ -57,8 +111,8 @@ def test_what_a_gguf_file_says():
 def test_bfloat16_is_no_worse_than_before(tmp_path, monkeypatch):
     folder = tmp_path / "wide"
     write_folder(folder, "llama", dtype="bfloat16")
-    learned = Learned(random_rotations(load(str(folder)).config, 0))
-    path, out = save(folder, learned, Scheme()), tmp_path / "out"
+    transform = Transform(random_rotations(load(str(folder)).network.config, 0))
+    path, out = save(folder, transform, Scheme()), tmp_path / "out"
     assert export(monkeypatch, path, "--out", out) == 0
     assert load_dtype(out) == "BF16"
     exact = logits(opened(folder, dtype=torch.float32))
@@ -105,7 +159,7 @@ def test_shards(tmp_path):
 def test_a_sharded_folder_loads(made, tmp_path):
     path, out = made("llama"), tmp_path / "out"
     with Stages(Console(quiet=True)) as stages:
-        write(read_fitted(path), out, "huggingface", Options(shard=50_000), stages)
+        write(open_source(path), out, "huggingface", Options(shard=50_000), stages)
     assert len(list(out.glob("model-*.safetensors"))) > 2
     assert apart(logits(opened(out)), logits(opened(tmp_path / "llama"))) < 1e-5
 

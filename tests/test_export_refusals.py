@@ -2,18 +2,19 @@
 
 import numpy as np
 import pytest
-from exports import export, hadamard
+from exports import as_values, export, hadamard, write_run
 from models import write_folder
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from qrot.errors import InputError
-from qrot.export import compressed_tensors as ct
+from qrot.export.formats import compressed_tensors as ct
 from qrot.files import whole_folder
 from qrot.grid import Grid
-from qrot.rotation.forms import Learned, Rotations
+from qrot.quantize.keep import read_about, save_network
 from qrot.rotation.store import load_rotations, save_rotations
-from qrot.scheme import Scheme
+from qrot.rotation.transform import Transform
+from qrot.scheme import Override, Scheme
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,9 +28,13 @@ REFUSED = [
     ("--format compressed-tensors --scheme W4A4 --online", "not a learned one"),
     ("--format compressed-tensors --group 8", "--group goes with --scheme"),
     ("--format spinquant", "one R2 a layer"),
-    ("--format onnx", "'onnx' is not one of spinquant"),
-    ("--format torch --scheme W4A4", "go with --format compressed-tensors only"),
-    ("--weights awq", "'awq' is not one of rtn, gptq"),
+    ("--format onnx", "there is no 'onnx'; expected one of compressed-tensors"),
+    ("--format torc", "did you mean 'torch'?"),
+    ("--format torch --scheme W4A4", "--scheme goes with --format compressed-tensors only"),
+    ("--online", "--online goes with --format compressed-tensors only"),
+    ("--weights awk", "there is no 'awk'; did you mean 'awq'?"),
+    ("--format torch --weights qat", "which is done in a run only"),
+    ("--row other", "kept no network of a row"),
     ("--dtype int8", "'int8' is not one of float32"),
 ]
 
@@ -46,7 +51,7 @@ def test_refusals(made, monkeypatch, tmp_path, capsys, arguments, message):
 
 
 def test_r4_that_is_no_power_of_two_is_refused(made, monkeypatch, tmp_path, capsys):
-    path, out = made("llama", learned=hadamard("llama", tmp_path)), tmp_path / "out"
+    path, out = made("llama", transform=hadamard("llama", tmp_path)), tmp_path / "out"
     arguments = ("--format", "compressed-tensors", "--scheme", "W4A4", "--online")
     assert export(monkeypatch, path, "--out", out, *arguments) == 2
     assert "needs a power of two, and R4 has 56" in capsys.readouterr().err
@@ -61,13 +66,18 @@ def test_r4_that_is_no_power_of_two_is_refused(made, monkeypatch, tmp_path, caps
         ({"weights": Grid(4, "asymmetric")}, "weights must be symmetric"),
         ({"keys": Grid(4)}, "no integer cache of 4 bits"),
         ({"weights": Grid(6)}, "W6A4 is none of W4A16"),
+        ({"weights": Grid(), "activations": Grid()}, "no weight is rounded"),
+        (
+            {"overrides": (Override("layers.1.up", weights=5),)},
+            "up of layer 1 at W5A4 is none of W4A16",
+        ),
     ],
 )
 def test_schemes_that_the_format_cannot_say(change, message):
     fine = {"weights": Grid(4), "activations": Grid(4, "symmetric_half")}
-    ct.check_scheme(Scheme(**fine))
+    ct.check_scheme(Scheme(**fine), 3)
     with pytest.raises(InputError, match=message):
-        ct.check_scheme(Scheme(**{**fine, **change}))
+        ct.check_scheme(Scheme(**{**fine, **change}), 3)
 
 
 def test_another_models_rotations_are_refused(made, monkeypatch, tmp_path, capsys):
@@ -94,7 +104,7 @@ def test_run_folders(made, monkeypatch, tmp_path, capsys):
     (run / "seed0").mkdir(parents=True)
     out = tmp_path / "out"
     assert export(monkeypatch, run, "--out", out) == 2
-    assert "without learned rotations" in capsys.readouterr().err
+    assert "without learned rotations or a kept network" in capsys.readouterr().err
     path.rename(run / "seed0" / "rotations.safetensors")
     assert export(monkeypatch, run, "--out", out) == 2
     assert "several seeds, export one of" in capsys.readouterr().err
@@ -102,13 +112,66 @@ def test_run_folders(made, monkeypatch, tmp_path, capsys):
     assert export(monkeypatch, run, "--out", out) == 0
 
 
-def test_runs_with_mixed_bits_are_refused(made, monkeypatch, tmp_path, capsys):
+def test_runs_with_mixed_bits_that_kept_no_network_are_refused(made, monkeypatch, tmp_path, capsys):
     path = made("llama")
     (path.parent / "config.yaml").write_text("scheme: {weights: {bits: 4}}\nmixed: {bits: 3.0}\n")
     arguments = path, "--out", tmp_path / "out", "--format"
     assert export(monkeypatch, *arguments, "torch") == 2
     assert "the run gave each projection its own bits" in capsys.readouterr().err
     assert export(monkeypatch, *arguments, "huggingface") == 0
+
+
+def test_rows_of_a_run(monkeypatch, tmp_path, capsys):
+    """One of the networks that it kept, by the name of its row or of its file."""
+    alone = hadamard("llama", tmp_path, key=False, down=False)
+    run, network = write_run(tmp_path, "llama", alone, Scheme(Grid(4)))
+    (run / "networks").mkdir()
+    told = {**read_about(run / "network.safetensors"), "row": "random hadamard, seed 1"}
+    other = run / "networks" / "random-hadamard-seed-1.safetensors"
+    save_network(other, as_values(network), told)
+    assert export(monkeypatch, run, "--out", tmp_path / "a", "--row", "random") == 2
+    assert "--row: there is no 'random'" in capsys.readouterr().err
+    for i, row in enumerate(["random hadamard, seed 1", "random-hadamard-seed-1"]):
+        out = tmp_path / f"row{i}"
+        assert export(monkeypatch, run, "--out", out, "--row", row) == 0
+        assert "judged (random hadamard, seed 1)" in " ".join(capsys.readouterr().out.split())
+    # The rotations beside it are those of another row.
+    assert export(monkeypatch, other, "--out", tmp_path / "b", "--format", "spinquant") == 2
+    assert "no rotation file of this row is kept" in capsys.readouterr().err
+
+
+def test_values_are_no_integers(monkeypatch, tmp_path, capsys):
+    alone = hadamard("llama", tmp_path, key=False, down=False)
+    run, _ = write_run(tmp_path, "llama", alone, Scheme(Grid(4)), as_values)
+    arguments = run, "--out", tmp_path / "out", "--format", "compressed-tensors"
+    assert export(monkeypatch, *arguments) == 2
+    assert "the run's weights are values, not integers" in capsys.readouterr().err
+    assert export(monkeypatch, *arguments, "--weights", "rtn") == 0
+
+
+def test_a_network_of_another_model_is_refused(monkeypatch, tmp_path, capsys):
+    alone = hadamard("llama", tmp_path, key=False, down=False)
+    run, _ = write_run(tmp_path, "llama", alone, Scheme(Grid(4)))
+    write_folder(tmp_path / "other", "llama", seed=1)
+    arguments = run, "--out", tmp_path / "out", "--model", tmp_path / "other"
+    assert export(monkeypatch, *arguments) == 2
+    assert "fitted to" in capsys.readouterr().err
+
+
+def test_two_exports_at_once(tmp_path):
+    """Each in a folder of its own; the slower one gets a sentence, and what is there stays."""
+    out = tmp_path / "out"
+
+    def slowly():
+        with whole_folder(out) as slow:
+            (slow / "a").write_text("slow")
+            with whole_folder(out) as fast:
+                (fast / "a").write_text("fast")
+
+    with pytest.raises(InputError, match="is there already"):
+        slowly()
+    assert (out / "a").read_text() == "fast"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_broken_export_never_looks_whole(tmp_path):
@@ -129,10 +192,10 @@ def test_a_broken_export_never_looks_whole(tmp_path):
 
 def test_rotation_files_of_other_hadamard_matrices_are_refused(tmp_path):
     path = tmp_path / "r.safetensors"
-    rotations = Rotations(down=hadamard("llama", tmp_path).rotations.down)
-    save_rotations(path, Learned(rotations), {"model": "m", "digest": "0"})
+    down = hadamard("llama", tmp_path).rotations["down"]
+    save_rotations(path, Transform({"down": down}), {"model": "m", "digest": "0"})
     loaded, _ = load_rotations(path)
-    np.testing.assert_array_equal(loaded.rotations.down.signs, rotations.down.signs)
+    np.testing.assert_array_equal(loaded.rotations["down"].signs, down.signs)
     tensors = load_file(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata()

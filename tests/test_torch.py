@@ -1,24 +1,22 @@
 """qrot.export.runtime.qrot_torch computes in PyTorch what qrot computes in JAX."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learned import ALL, put, some_clips, some_shifts
+from exports import everything
 from models import VARIANTS
 
 from qrot.export.verify import logits_in_torch
 from qrot.grid import Grid
 from qrot.grid import fake_quantise as in_jax
-from qrot.kernels.fwht import fwht
 from qrot.hadamard.factors import hadamard_factors, hadamard_matrix
+from qrot.kernels.fwht import fwht
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
+from qrot.network import fold, fuse
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.forms import Learned
 from qrot.rotation.store import save_rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Override, Scheme, grids_by_layer
 
 torch = pytest.importorskip("torch")
@@ -83,30 +81,21 @@ def test_rounding_the_cache(granularity):
     np.testing.assert_allclose(rounded, np.asarray(expected), rtol=1e-6)
 
 
-def apply(model, learned, scheme, tmp_path):
+def apply(model, transform, scheme, tmp_path):
     """The logits of a transformers model, in float64, after `apply_rotations`."""
-    path = tmp_path / "rotations.safetensors"
-    grids = grids_by_layer(scheme, model.config.num_hidden_layers)
-    save_rotations(path, learned, {"model": "tiny", "digest": model.digest, "grids": grids})
+    path, config = tmp_path / "rotations.safetensors", model.network.config
+    grids = grids_by_layer(scheme, config.num_hidden_layers)
+    save_rotations(path, transform, {"model": "tiny", "digest": model.digest, "grids": grids})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model.name, dtype=torch.float64)
     qt.apply_rotations(loaded, path)
     # transformers' norms and rotary tables are float32 always, and rounding would magnify it.
-    return logits_in_torch(loaded.eval(), model.config, dtype="float64")(TOKENS)
+    return logits_in_torch(loaded.eval(), config, dtype="float64")(TOKENS)
 
 
-def in_qrot(model, learned, scheme):
+def in_qrot(model, transform, scheme):
     """The same logits, in float64, by qrot."""
-    model = fold_norms(model)
-    params, online, shifts = fuse(
-        model.params, learned.rotations, model.config, learned.shifts, learned.scales
-    )
-    return np.asarray(run(params, online, shifts, learned.clips, model.config, scheme))
-
-
-@partial(jax.jit, static_argnums=(4, 5))
-def run(params, online, shifts, clips, config, scheme):
-    options = {"rotations": online, "scheme": scheme, "shifts": shifts, "clips": clips}
-    return forward(params, jnp.asarray(TOKENS), config, **options)
+    network = fuse(fold(model.network), transform).replace(scheme=scheme)
+    return np.asarray(jax.jit(forward)(network, jnp.asarray(TOKENS)))
 
 
 SCHEMES = {
@@ -131,11 +120,9 @@ def test_apply_rotations(variant, name, scheme, tmp_path):
     """All that can be learned, on a model that transformers loaded."""
     with jax.enable_x64(True):
         model = variant(name, "float64")
-        rotations, scales = jax.tree.map(jnp.float32, put(model, ALL))
-        draw = np.random.default_rng(3)
-        learned = Learned(rotations, some_shifts(model, draw), some_clips(model, draw), scales)
-        expected = in_qrot(model, learned, SCHEMES[scheme])
-        found = apply(model, learned, SCHEMES[scheme], tmp_path)
+        transform = everything(model.network)
+        expected = in_qrot(model, transform, SCHEMES[scheme])
+        found = apply(model, transform, SCHEMES[scheme], tmp_path)
     assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
     plain = transformers.AutoModelForCausalLM.from_pretrained(model.name, dtype=torch.float64)
     with torch.no_grad():
@@ -150,9 +137,9 @@ def test_random_rotations(variant, blocks, tmp_path):
     sites = RotationSites(residual=12, value=4, key=4, down=28) if blocks else RotationSites()
     with jax.enable_x64(True):
         model = variant("qwen2-tied", "float64")
-        learned = Learned(random_rotations(model.config, 2, sites=sites))
-        expected = in_qrot(model, learned, SCHEMES["A4KV4"])
-        found = apply(model, learned, SCHEMES["A4KV4"], tmp_path)
+        transform = Transform(random_rotations(model.network.config, 2, sites=sites))
+        expected = in_qrot(model, transform, SCHEMES["A4KV4"])
+        found = apply(model, transform, SCHEMES["A4KV4"], tmp_path)
     assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
 
 
@@ -161,8 +148,8 @@ def test_decoding_with_a_cache(variant, tmp_path):
     model = variant("llama")
     path = tmp_path / "rotations.safetensors"
     grids = grids_by_layer(SCHEMES["A4KV4"], 3)
-    learned = Learned(random_rotations(model.config, 0))
-    save_rotations(path, learned, {"model": "tiny", "digest": model.digest, "grids": grids})
+    transform = Transform(random_rotations(model.network.config, 0))
+    save_rotations(path, transform, {"model": "tiny", "digest": model.digest, "grids": grids})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model.name, dtype=torch.float64)
     qt.apply_rotations(loaded, path).eval()
     tokens = torch.tensor(TOKENS[:1])
@@ -178,12 +165,12 @@ def test_decoding_with_a_cache(variant, tmp_path):
 def test_a_file_for_another_model_is_refused(variant, tmp_path):
     model = variant("llama")
     path = tmp_path / "rotations.safetensors"
-    learned = Learned(random_rotations(model.config, 0))
+    transform = Transform(random_rotations(model.network.config, 0))
     metadata = {"model": "tiny", "digest": "0", "grids": grids_by_layer(Scheme(), 7)}
-    save_rotations(path, learned, metadata)
+    save_rotations(path, transform, metadata)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model.name)
     with pytest.raises(ValueError, match="made for 7 layers"):
         qt.apply_rotations(loaded, path)
-    save_rotations(path, learned, {"model": "tiny", "digest": "0"})
+    save_rotations(path, transform, {"model": "tiny", "digest": "0"})
     with pytest.raises(ValueError, match="export it again"):
         qt.apply_rotations(loaded, path)

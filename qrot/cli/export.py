@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,25 +12,32 @@ import typer
 from qrot.errors import InputError
 
 
+def _formats() -> str:
+    """The names of all formats, whose files are named like them, without importing JAX."""
+    package = find_spec("qrot.export.formats")
+    folders = package.submodule_search_locations if package else None
+    files = [file.stem for folder in folders or () for file in Path(folder).glob("[!_]*.py")]
+    return ", ".join(name.replace("_", "-") for name in sorted(files))
+
+
 def export(
-    source: Annotated[Path, typer.Argument(help="A run folder, or a rotations.safetensors.")],
+    source: Annotated[
+        Path, typer.Argument(help="A run folder, a rotations.safetensors or a kept network.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder to write; not there yet.")],
-    kind: Annotated[
-        str,
-        typer.Option("--format", help="spinquant, huggingface, compressed-tensors or torch."),
-    ] = "huggingface",
+    kind: Annotated[str, typer.Option("--format", help=f"One of {_formats()}.")] = "huggingface",
     scheme: Annotated[
         str | None,
-        typer.Option(help="compressed-tensors: W4A16, W8A8, W4A8 or W4A4 in place of the run's."),
+        typer.Option(help="Integers at W4A16, W8A8 or the like in place of the run's scheme."),
     ] = None,
     group: Annotated[
         int | None, typer.Option(help="With --scheme: weights that share a scale; or a channel.")
     ] = None,
     online: Annotated[
-        bool, typer.Option("--online", help="compressed-tensors: with R4, as vLLM reads it.")
+        bool, typer.Option("--online", help="Integers with R4, as vLLM reads it.")
     ] = False,
     weights: Annotated[
-        str | None, typer.Option(help="rtn or gptq; as in the run by default.")
+        str | None, typer.Option(help="Round them anew by this method: rtn, gptq or another.")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the model's own by default.")
@@ -37,34 +45,36 @@ def export(
     model: Annotated[
         str | None, typer.Option(help="Where the model is now, if it has moved since.")
     ] = None,
+    row: Annotated[
+        str | None, typer.Option(help="Of the run's results, where it kept several networks.")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load it in PyTorch and compare on 16 windows.")
     ] = False,
 ) -> None:
-    """Write a rotated model for PyTorch, and prove it there.
+    """Write a model for PyTorch, and prove it there.
 
-    spinquant: R1 and R2 as R.bin. huggingface: rotations fused, full precision, no online ones.
-    compressed-tensors: integers. torch: all that was learned, with a module that runs it.
+    What the run kept is written as it was judged, where the format can hold it. Where it cannot,
+    what differs is printed, and stands in the README of the folder.
     """
     from rich.console import Console
 
-    from qrot.progress import Stages
-    from qrot.export.export import Options
     from qrot.export.export import export as write
-    from qrot.export.fitted import read_fitted
+    from qrot.export.format import Options
+    from qrot.export.source import open_source
+    from qrot.progress import Stages
 
     console = Console()
     options = Options(scheme, group, online, weights, dtype)
-    fitted = read_fitted(source, model=model)
+    opened = open_source(source, model=model, row=row)
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: no bars between our own
     with Stages(console) as stages:
-        exported, difference = write(fitted, out, kind, options, stages, check=verify)
+        (first, *_, last), proof = write(opened, out, kind, options, stages, check=verify)
     size = sum(path.stat().st_size for path in out.iterdir())
-    console.print(f"{out}: {size / 1e6:,.1f} MB. {exported.lines[0]}", highlight=False)
-    if exported.lost:
-        console.print(f"Left out, as the format has no place for it: {exported.lost}.")
-    if difference is not None:
-        console.print(f"Verified: {difference}", highlight=False)
+    console.print(f"{out}: {size / 1e6:,.1f} MB. {first}", highlight=False)
+    console.print(last, highlight=False)
+    if proof is not None:
+        console.print(f"Verified: {proof}", highlight=False)
 
 
 def import_(
@@ -73,27 +83,37 @@ def import_(
     weight_bits: Annotated[int, typer.Option(help="Bits of the weights that it was learned with.")],
     out: Annotated[Path, typer.Option(help="The rotation file to write.")],
     online: Annotated[
-        bool, typer.Option("--online/--no-online", help="With SpinQuant's fixed R3 and R4.")
+        bool, typer.Option("--online/--no-online", help="With R3 and R4, which the file has not.")
     ] = True,
 ) -> None:
     """Turn an R.bin into a rotation file, for the method `saved` of a config.
 
     R.bin says neither the model nor the weights that it was learned for: you have to.
     """
-    from qrot.export.spinquant import read_spinquant
+    import warnings
+
+    from qrot.export.formats.spinquant import fixed_rotations, read_spinquant, same_as_spinquant
     from qrot.model.io.load import open_model
-    from qrot.rotation.forms import Learned
     from qrot.rotation.store import save_rotations
 
     if out.exists():
         raise InputError(f"{out}: is there already; choose another --out")
     opened = open_model(model)
-    rotations = read_spinquant(file, opened.config, online=online)
+    transform = read_spinquant(file, opened.config, online=online)
     metadata = {
         "model": model,
         "digest": opened.digest,
         "trained_weight_bits": weight_bits,
         "imported": file.name,
     }
-    save_rotations(out, Learned(rotations), metadata)
-    print(f"{out}: R1 and R2 of {file.name}" + (", with R3 and R4" if online else ""))
+    with_them = ""
+    if online:
+        same, with_them = same_as_spinquant(opened.config), ", with R3 and R4"
+        metadata["same_as_spinquant"] = same
+        if not all(same.values()):
+            warnings.warn(
+                f"{fixed_rotations(opened.config)} The file was learned beside its own.",
+                stacklevel=1,
+            )
+    save_rotations(out, transform, metadata)
+    print(f"{out}: R1 and R2 of {file.name}{with_them}")

@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from qrot.errors import InputError
-
 
 def generate(
     model: Annotated[
         str,
-        typer.Argument(help="A run folder, a rotations.safetensors, or a model as in a config."),
+        typer.Argument(help="A run folder, a file of one, or a model as in a config."),
     ],
     prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
@@ -27,34 +25,37 @@ def generate(
         str | None, typer.Option(help="W4A4KV4 or the like, in place of the run's.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="rtn or gptq; as in the run by default.")
+        str | None, typer.Option(help="Round them anew by this method: rtn, gptq or another.")
+    ] = None,
+    row: Annotated[
+        str | None, typer.Option(help="Of the run's results, where it kept several networks.")
     ] = None,
 ) -> None:
     """Let a quantised model write, its weights and cache kept as integers.
 
-    A model of no run is left at full precision, or with --scheme gets a random Hadamard rotation.
+    A run writes with the network that it kept. A model of no run is left at full precision, or with
+    --scheme gets a random Hadamard rotation.
     """
     import time
 
     from rich.console import Console
 
     from qrot import generate as module
-    from qrot.progress import Stages
-    from qrot.export.fitted import WEIGHTS
     from qrot.model.io.tokenizer import encode
+    from qrot.progress import Stages
 
-    if weights not in (None, *WEIGHTS):
-        raise InputError(f"--weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
     chosen = None if scheme is None else module.scheme_named(scheme)
     console = Console(stderr=True)
     with Stages(console) as stages:
-        network = module.writer(model, stages, scheme=chosen, weights=weights)
-    tokenizer = network.opened.tokenizer
-    told, marks = encode(tokenizer, prompt), [time.perf_counter()]
+        opened, network = module.open_network(
+            model, stages, scheme=chosen, weights=weights, row=row
+        )
+    tokenizer = opened.tokenizer
+    start, marks = encode(tokenizer, prompt), [time.perf_counter()]
     options = {"steps": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     print(prompt, end="", flush=True)
-    all_tokens, shown = list(told), tokenizer.decode(list(told))
-    for token in module.written(network, told, **options):
+    all_tokens, shown = list(start), tokenizer.decode(list(start))
+    for token in module.written(network, start, **options):
         marks.append(time.perf_counter())
         all_tokens.append(token)
         text = tokenizer.decode(all_tokens)
@@ -62,4 +63,4 @@ def generate(
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print()
-    console.print(module.summary(network, len(told), marks), highlight=False)
+    console.print(module.summary(network, len(start), marks), highlight=False)

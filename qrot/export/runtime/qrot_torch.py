@@ -20,9 +20,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-FORMAT = "qrot rotations 3"
+FORMAT = "qrot rotations 4"
 FILE = "online.safetensors"  # in an exported folder: what its weights do not hold
-Turn = Callable[..., Tensor]  # turn(x) is x R, turn(x, inverse=True) is x R^T
+Parts = dict[str, Tensor]
 
 
 def hadamard_transform(x: Tensor, factors: list[Tensor], *, inverse: bool = False) -> Tensor:
@@ -34,10 +34,9 @@ def hadamard_transform(x: Tensor, factors: list[Tensor], *, inverse: bool = Fals
     order = math.prod(len(factor) for factor in factors)
     y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, order)
     for factor in factors:
-        factor = factor.to(y.dtype)
         split = y.reshape(y.shape[0], len(factor), -1)
         # The axis that is done goes to the end: after all factors they are in order again.
-        y = torch.einsum("rsk,st->rkt", split, factor.T if inverse else factor)
+        y = torch.einsum("rsk,st->rkt", split, (factor.T if inverse else factor).to(y.dtype))
     return (y / math.sqrt(order)).reshape(x.shape).to(x.dtype)
 
 
@@ -81,51 +80,83 @@ def fake_quantise(x: Tensor, grid: dict[str, Any], clip: Tensor | None = None) -
     return (q * scale).reshape(x.shape).to(x.dtype)
 
 
-class Rotation(nn.Module):
-    """One rotation of one layer in any of qrot's forms: matrix, blocks, Hadamard, Kronecker."""
-
-    def __init__(self, parts: dict[str, Tensor]):
-        """parts: by name, "" for a matrix; see `_rotation`."""
-        super().__init__()
-        self.names = list(parts)
-        for name, part in parts.items():
-            self.register_buffer(f"part_{name}", part, persistent=False)
-
-    def forward(self, x: Tensor, inverse: bool = False) -> Tensor:
-        """x R, or x R^T, in x's dtype and at least in the precision of R."""
-        parts = {name: getattr(self, f"part_{name}") for name in self.names}
-        if "" in parts:
-            return _product(x, parts[""], inverse)
-        signs = parts["signs"].to(x.dtype)
-        if "left" in parts:
-            matrices = parts["left"], parts["right"]
-            return _signed(lambda y: _kronecker(y, *matrices, inverse), x, signs, inverse)
-        factors = [parts[name] for name in self.names if name.startswith("factor")]
-        return _signed(lambda y: hadamard_transform(y, factors, inverse=inverse), x, signs, inverse)
-
-
-def _signed(turn: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, inverse: bool) -> Tensor:
-    return turn(x) * signs if inverse else turn(x * signs)
-
-
-def _product(x: Tensor, matrix: Tensor, inverse: bool) -> Tensor:
+def _dense(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
+    matrix = parts["matrix"]
     wide = torch.promote_types(x.dtype, matrix.dtype)
-    matrix = (matrix.mT if inverse else matrix).to(wide)
-    if matrix.ndim == 2:
-        return (x.to(wide) @ matrix).to(x.dtype)
-    if matrix.ndim == 4:  # one for each kv head, and x is [batch, heads, length, head_dim]
-        matrix = matrix.repeat_interleave(x.shape[1] // len(matrix), 0)
-        split = x.to(wide).unflatten(-1, matrix.shape[1:3])
-        return torch.einsum("nhlbi,hbij->nhlbj", split, matrix).flatten(-2).to(x.dtype)
-    split = x.to(wide).unflatten(-1, matrix.shape[:2])
-    return torch.einsum("...bi,bij->...bj", split, matrix).flatten(-2).to(x.dtype)
+    return (x.to(wide) @ (matrix.mT if inverse else matrix).to(wide)).to(x.dtype)
 
 
-def _kronecker(x: Tensor, left: Tensor, right: Tensor, inverse: bool) -> Tensor:
+def _blocks(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
+    blocks = parts["blocks"]
+    wide = torch.promote_types(x.dtype, blocks.dtype)
+    blocks = (blocks.mT if inverse else blocks).to(wide)
+    split = x.to(wide).unflatten(-1, blocks.shape[:2])
+    return torch.einsum("...bi,bij->...bj", split, blocks).flatten(-2).to(x.dtype)
+
+
+def _hadamard(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
+    factors, signs = [parts[name] for name in parts if name in _FACTORS], parts["signs"].to(x.dtype)
+    y = hadamard_transform(x if inverse else x * signs, factors, inverse=inverse)
+    return y * signs if inverse else y
+
+
+def _kronecker(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
+    left, right, signs = parts["left"], parts["right"], parts["signs"].to(x.dtype)
     left, right = (left.mT, right.mT) if inverse else (left, right)
     wide = torch.promote_types(x.dtype, left.dtype)
-    split = x.to(wide).unflatten(-1, (left.shape[-1], right.shape[-1]))
-    return (left.mT.to(wide) @ split @ right.to(wide)).flatten(-2).to(x.dtype)
+    split = (x if inverse else x * signs).to(wide).unflatten(-1, (left.shape[-1], right.shape[-1]))
+    y = (left.mT.to(wide) @ split @ right.to(wide)).flatten(-2).to(x.dtype)
+    return y * signs if inverse else y
+
+
+# By the name of a form: what applies it, and the part that tells its stack, with its own axes.
+_FORMS = {
+    "dense": (_dense, "matrix", 2),
+    "blocks": (_blocks, "blocks", 3),
+    "hadamard": (_hadamard, "signs", 1),
+    "kronecker": (_kronecker, "signs", 1),
+}
+_ORTHOGONAL = ("matrix", "blocks", "left", "right")
+_FACTORS = tuple(f"factor{i}" for i in range(10))  # of Hadamard matrices; no stack has them
+
+
+class Rotation(nn.Module):
+    """One rotation of one layer in any of qrot's forms, the same for all heads or one a kv head."""
+
+    def __init__(self, form: str, parts: Parts):
+        """form: as the file has it; parts: by name, with one axis in front for kv heads or none."""
+        super().__init__()
+        self.form, self.names = form, list(parts)
+        self._apply_form, part, axes = _FORMS[form]
+        self.per_head = parts[part].ndim > axes
+        for name, tensor in parts.items():
+            self.register_buffer(f"part_{name}", tensor, persistent=False)
+
+    @property
+    def parts(self) -> Parts:
+        """The tensors by name."""
+        return {name: getattr(self, f"part_{name}") for name in self.names}
+
+    def forward(self, x: Tensor, inverse: bool = False, heads: int = 1) -> Tensor:
+        """x R, or x R^T, in x's dtype and at least in the precision of R.
+
+        heads: the axis of x that counts heads, for a rotation of each kv head.
+        """
+        parts = self.parts
+        if not self.per_head:
+            return self._apply_form(parts, x, inverse)
+        axes = {name: None if name in _FACTORS else 0 for name in parts}
+        for name in set(parts) - set(_FACTORS):
+            times = x.shape[heads] // len(parts[name])  # query heads that share a kv head
+            parts[name] = parts[name].repeat_interleave(times, 0)
+        return torch.vmap(self._apply_form, (axes, heads, None), heads)(parts, x, inverse)
+
+    def refined(self) -> Rotation:
+        """In float64, brought to orthogonality within it by one Newton-Schulz step."""
+        parts = {name: part.double() for name, part in self.parts.items()}
+        for name in set(parts) & set(_ORTHOGONAL):
+            parts[name] = 1.5 * parts[name] - 0.5 * parts[name] @ (parts[name].mT @ parts[name])
+        return Rotation(self.form, parts)
 
 
 class Site(nn.Module):
@@ -142,11 +173,11 @@ class Site(nn.Module):
         self.register_buffer("clip", clip, persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Only turn: for queries."""
+        """Only the rotation: for queries."""
         return x if self.rotation is None else self.rotation(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn and round."""
+        """Rotate and round."""
         x = self.rotate(x)
         if self.shift is None:
             return fake_quantise(x, self.grid, self.clip)
@@ -175,22 +206,16 @@ class State:
         stacked = self.tensors.get(f"{kind}.{site}")
         return None if stacked is None else stacked[layer]
 
-    def rotation(self, site: str, layer: int) -> Rotation | None:
-        """The rotation of a site: R1 `residual`, R2 `value`, R3 `key`, R4 `down`; None if off."""
-        prefix = f"rotations.{site}"
-        parts = {
-            name[len(prefix) + 1 :]: tensor
-            for name, tensor in self.tensors.items()
-            if name == prefix or name.startswith(prefix + ".")
-        }
-        if not parts:
+    def rotation(self, name: str, layer: int) -> Rotation | None:
+        """The rotation R1 `residual`, R2 `value`, R3 `key` or R4 `down` of a layer; None if off."""
+        if name not in self.metadata["forms"]:
             return None
-        # Layers share one, but for R2 and what is learned of R3 and R4, which have an axis more.
-        more = {"residual": 9, "value": 0, "key": 5, "down": 4}[site]
-        layered = parts[""].ndim >= more if "" in parts else parts["signs"].ndim == 2
-        return Rotation(
-            {name: tensor[layer] if layered else tensor for name, tensor in parts.items()}
-        )
+        form, prefix = self.metadata["forms"][name]["form"], f"rotations.{name}."
+        parts = {n[len(prefix) :]: x for n, x in self.tensors.items() if n.startswith(prefix)}
+        _, part, axes = _FORMS[form]
+        if parts[part].ndim > axes:  # layers have one each
+            parts = {n: x if n in _FACTORS else x[layer] for n, x in parts.items()}
+        return Rotation(form, parts)
 
 
 def load(folder: str | Path, **options: Any) -> Any:
@@ -209,7 +234,7 @@ def apply_rotations(model: Any, path: str | Path) -> Any:
     """Rotate a loaded model in place, and hook in what acts at run time, grids included.
 
     model: of transformers, of the weights that the rotations were fitted to: Llama, Mistral, Qwen2
-      or Qwen3. Weights are turned in float64 and keep their dtype; they are not rounded.
+      or Qwen3. Weights are rotated in float64 and keep their dtype; they are not rounded.
     path: `rotations.safetensors` of a run or of `qrot export --format torch`.
     Raises ValueError where the sizes do not fit.
     """
@@ -218,17 +243,18 @@ def apply_rotations(model: Any, path: str | Path) -> Any:
         raise ValueError(f"{path}: belongs to weights that hold it already; use load(folder)")
     decoder = model.model
     layers, residual = decoder.layers, state.rotation("residual", 0)
-    covered, matrix = state.metadata["grids"][-1][1], state.tensors.get("rotations.residual")
-    size = None if matrix is None else matrix[..., 0].numel()
+    covered, size = state.metadata["grids"][-1][1], None
+    if residual is not None:  # R1 is a matrix or blocks: one part
+        size = next(iter(residual.parts.values()))[..., 0].numel()
     if covered != len(layers) or size not in (None, model.config.hidden_size):
         raise ValueError(f"{path}: made for {covered} layers of {size}, which this model has not")
     with torch.no_grad():
         _untie(model)
         head = model.lm_head.weight
-        _write(head, _turned(_wide(head) * _wide(decoder.norm.weight), residual))
+        _write(head, _rotated(_wide(head) * _wide(decoder.norm.weight), residual))
         decoder.norm.weight.fill_(1)
         table = decoder.embed_tokens.weight
-        _write(table, _turned(_wide(table), residual))
+        _write(table, _rotated(_wide(table), residual))
         for i, layer in enumerate(layers):
             _rotate_layer(layer, i, state, residual)
     install(model, state)
@@ -236,27 +262,17 @@ def apply_rotations(model: Any, path: str | Path) -> Any:
 
 
 def install(model: Any, state: State) -> None:
-    """Hook rotations and grids into a model whose weights are turned."""
+    """Hook rotations and grids into a model whose weights are rotated."""
     for i, layer in enumerate(model.model.layers):
         grids, attention = state.grids(i), layer.self_attn
-        head_dim = attention.head_dim
-
-        def site(name: str, turn: str | None = None, i=i, grids=grids, head_dim=head_dim) -> Site:
+        rotations, sites = {"down": state.rotation("down", i)}, {}
+        if grids["keys"]["bits"] < 16:  # otherwise to rotate queries and keys changes nothing
+            rotations["keys"] = state.rotation("key", i)
+        for name, grid in grids.items():
             shift = state.beside("shifts", name, i)
             if shift is not None and not state.fused:
-                shift = _to_basis(name, shift.double(), state, i, head_dim).float()
-            rotation = None if turn is None else state.rotation(turn, i)
-            return Site(grids[name], rotation, shift, state.beside("clips", name, i))
-
-        sites = {
-            "qkv": site("qkv"),
-            "o": site("o"),
-            "gate_up": site("gate_up"),
-            "down": site("down", "down"),
-            # Without a grid, turning both queries and keys would change nothing.
-            "keys": site("keys", "key" if grids["keys"]["bits"] < 16 else None),
-            "values": site("values"),
-        }
+                shift = _to_basis(name, shift.double(), state, i, attention.head_dim).float()
+            sites[name] = Site(grid, rotations.get(name), shift, state.beside("clips", name, i))
         layer.qrot = nn.ModuleList(sites.values()).to(next(attention.parameters()).device)
         attention.qrot_sites = [sites["keys"], sites["values"]]  # a list: no second owner
         layer.input_layernorm.register_forward_hook(_after(sites["qkv"]))
@@ -291,8 +307,7 @@ def _use_attention(model: Any) -> None:
     def attention(module, query, key, value, attention_mask, **rest):
         keys, values = module.qrot_sites
         query, key, value = keys.rotate(query), keys(key), values(value)
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return plain(module, query, key, value, attention_mask, **rest)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **rest)
 
     AttentionInterface.register("qrot", attention)
     AttentionMaskInterface.register("qrot", sdpa_mask)
@@ -313,33 +328,14 @@ def _write(parameter: Tensor, value: Tensor) -> None:
     parameter.data.copy_(value.to(parameter.dtype))
 
 
-def _turned(x: Tensor, rotation: Rotation | None, inverse: bool = False) -> Tensor:
-    """x R in float64, R brought to orthogonality within float64 by one Newton-Schulz step."""
-    if rotation is None:
-        return x
-    refined = {}
-    for name in rotation.names:
-        part = getattr(rotation, f"part_{name}").to(x)
-        if name in ("", "left", "right"):
-            part = 1.5 * part - 0.5 * part @ (part.mT @ part)
-        refined[name] = part
-    return Rotation(refined)(x, inverse)
+def _rotated(x: Tensor, rotation: Rotation | None, heads: int = 1) -> Tensor:
+    """x R in float64."""
+    return x if rotation is None else rotation.refined()(x, heads=heads)
 
 
 def _heads(x: Tensor, rotation: Rotation | None, log: Tensor | None, head_dim: int) -> Tensor:
     """Rows of heads through R2, and multiplied by e^log by kv head."""
-    heads = x.unflatten(-1, (-1, head_dim))
-    if rotation is not None:
-        part = getattr(rotation, "part_", None)
-        if part is not None and part.ndim == 4:  # one for each kv head
-            times = heads.shape[-2] // part.shape[0]
-            each = [
-                _turned(heads[..., h, :], Rotation({"": part[h // times]}))
-                for h in range(heads.shape[-2])
-            ]
-            heads = torch.stack(each, -2)
-        else:
-            heads = _turned(heads, rotation)
+    heads = _rotated(x.unflatten(-1, (-1, head_dim)), rotation, x.ndim - 1)
     if log is not None:
         heads = heads * _exp(log).repeat_interleave(heads.shape[-2] // len(log), 0).to(heads)
     return heads.flatten(-2)
@@ -355,8 +351,8 @@ def _to_basis(name: str, x: Tensor, state: State, layer: int, head_dim: int) -> 
     if name == "o":
         return _heads(x, state.rotation("value", layer), log, head_dim)
     if name == "down":
-        return _turned(x * _exp(log), state.rotation("down", layer))
-    return _turned(x, state.rotation("residual", layer)) * _exp(log)
+        return _rotated(x * _exp(log), state.rotation("down", layer))
+    return _rotated(x, state.rotation("residual", layer)) * _exp(log)
 
 
 def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -> None:
@@ -372,7 +368,7 @@ def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -
         factor = _exp(logs[name])
         for linear in linears:
             weight = _wide(linear.weight) * _wide(norm.weight)
-            _write(linear.weight, _turned(weight, residual) / factor)
+            _write(linear.weight, _rotated(weight, residual) / factor)
         _write(norm.weight, torch.ones_like(norm.weight).double() * factor)
 
     _outputs(v, lambda x: _heads(x, value, logs["values"], head_dim))
@@ -389,10 +385,10 @@ def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -
             _outputs(k, lambda x: x * pairs.flatten())
     down = _exp(logs["down"])
     _outputs(mlp.up_proj, lambda x: x * down)
-    turned = _turned(_wide(mlp.down_proj.weight) / down, state.rotation("down", i))
-    _write(mlp.down_proj.weight, turned)
+    weight = _rotated(_wide(mlp.down_proj.weight) / down, state.rotation("down", i))
+    _write(mlp.down_proj.weight, weight)
     for linear in (o, mlp.down_proj):
-        _outputs(linear, lambda x: _turned(x, residual))
+        _outputs(linear, lambda x: _rotated(x, residual))
 
 
 def _outputs(linear: nn.Linear, change: Callable[[Tensor], Tensor]) -> None:

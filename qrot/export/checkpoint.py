@@ -1,4 +1,4 @@
-"""A folder that transformers loads: rotations fused, at full precision or with rounded weights."""
+"""A folder that transformers loads: weights, config.json, tokenizer and generation config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from qrot.export.fitted import Fitted, as_numpy, fused_embed, fused_head, fused_layers
+from qrot.export.content import Content, as_numpy
 from qrot.files import SHARD, write_tensors
-from qrot.model.io.assemble import EMBED, HEAD, MODULES, NORM
 from qrot.model.config import ModelConfig
+from qrot.model.io.assemble import EMBED, HEAD, MODULES, NORM
 from qrot.model.io.huggingface import ARCHITECTURES
 from qrot.model.io.load import Opened
 from qrot.model.params import Layers, Linear
-from qrot.rotation.forms import Learned
 
 # What comes along from the model's own folder.
 _BESIDE = (
@@ -31,13 +30,14 @@ _BESIDE = (
     "generation_config.json",
     "chat_template*",
 )
+# From a layer (a stack of one), by its number, to tensors by name.
 LayerTensors = Callable[[int, Layers], dict[str, np.ndarray]]
 
 
-def write_huggingface(
+def write_checkpoint(
     folder: Path,
-    fitted: Fitted,
-    learned: Learned,
+    opened: Opened,
+    content: Content,
     *,
     dtype: str,
     write_layer: LayerTensors | None = None,
@@ -45,28 +45,36 @@ def write_huggingface(
     shard: int = SHARD,
     advance: Callable[[int], None] = lambda layers: None,
 ) -> None:
-    """Write weights, config.json, tokenizer and generation config.
+    """Write a folder; layers go to disk one at a time, as they are read.
 
-    learned: what is fused. dtype: of the tensors; they are computed in float64. write_layer: from a
-    fused layer (a stack of one) to tensors by name, where they are not plain weights. config: more
-    for config.json. Layers are read, fused and written one at a time. advance: told of each.
+    Args:
+        folder: that is there, and empty.
+        opened: the model that the rest comes from.
+        content: the weights.
+        dtype: of the tensors.
+        write_layer: where layers are not plain weights.
+        config: more for config.json.
+        shard: bytes of a file at most.
+        advance: told of each layer.
     """
     kind = jnp.dtype(dtype)
     each = write_layer or (lambda i, layer: layer_tensors(i, layer, kind))
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        yield EMBED, as_numpy(fused_embed(fitted, learned.rotations), kind)
-        for i, layer in enumerate(fused_layers(fitted, learned)):
+        yield EMBED, as_numpy(content.embed(), kind)
+        for i, layer in enumerate(content.layers()):
             yield from each(i, layer).items()
             advance(1)
-        yield NORM, np.ones(fitted.opened.config.hidden_size, kind)
-        yield HEAD, as_numpy(fused_head(fitted, learned.rotations), kind)
+        yield NORM, np.ones(content.config.hidden_size, kind)
+        yield HEAD, as_numpy(content.head(), kind)
 
     write_tensors(folder, tensors(), shard=shard)
-    text = {**config_json(fitted.opened), "tie_word_embeddings": False, "dtype": dtype}
+    text = {**config_json(opened), "tie_word_embeddings": False, "dtype": dtype}
     text.pop("torch_dtype", None)
+    if content.config.hidden_size != opened.config.hidden_size:  # directions were cut off
+        text |= {key: getattr(content.config, key) for key in ("hidden_size", "head_dim")}
     (folder / "config.json").write_text(json.dumps({**text, **(config or {})}, indent=2) + "\n")
-    _write_beside(folder, fitted.opened)
+    _write_beside(folder, opened)
 
 
 def layer_tensors(i: int, layer: Layers, dtype: Any) -> dict[str, np.ndarray]:
@@ -100,7 +108,8 @@ def config_json(opened: Opened) -> dict[str, Any]:
     raw |= {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "hidden_act": "silu"}
     raw["sliding_window"] = None  # no GGUF file that qrot reads has one
     raw["rope_scaling"] = _rope(config)
-    return raw
+    raw.pop("eos_token_ids")
+    return raw | _special(config)
 
 
 def _rope(config: ModelConfig) -> dict[str, Any] | None:
@@ -113,6 +122,15 @@ def _rope(config: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": kind, **rope}
 
 
+def _special(config: ModelConfig) -> dict[str, Any]:
+    """The special ids, under Hugging Face's names: one number, or a list of several."""
+    ends = list(config.eos_token_ids)
+    return {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+    }
+
+
 def _write_beside(folder: Path, opened: Opened) -> None:
     """Tokenizer and generation config: copied, or made from what a GGUF file says."""
     if opened.path.is_dir():
@@ -121,15 +139,15 @@ def _write_beside(folder: Path, opened: Opened) -> None:
                 shutil.copyfile(file, folder / file.name)
         return
     config = opened.config
-    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    (folder / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(_special(config), indent=2) + "\n")
     if opened.tokenizer is None:
         return
     opened.tokenizer.save(str(folder / "tokenizer.json"))
     about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for key, token in special.items():
+    first = {"bos_token": config.bos_token_id, "eos_token": next(iter(config.eos_token_ids), None)}
+    for key, token in first.items():
         if token is not None:
-            about[key.removesuffix("_id")] = opened.tokenizer.id_to_token(token)
+            about[key] = opened.tokenizer.id_to_token(token)
     if template := opened.metadata.get("tokenizer.chat_template"):
         about["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

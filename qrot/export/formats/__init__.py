@@ -1,0 +1,1 @@
+"""The formats, one file and one record each (`qrot.export.registry`)."""
