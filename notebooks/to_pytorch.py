@@ -24,17 +24,20 @@ import torch
 import transformers
 from rich.console import Console
 
-from qrot.progress import Stages
-from qrot.export.export import Options, export
-from qrot.export.fitted import read_fitted
+from qrot.export.export import export
+from qrot.export.format import Options
+from qrot.export.runtime.qrot_torch import load as load_in_torch
+from qrot.export.source import open_source
 from qrot.export.verify import logits_in_qrot, logits_in_torch
 from qrot.model.io.load import load
-from qrot.export.runtime.qrot_torch import load as load_in_torch
+from qrot.network import fold, fuse
+from qrot.progress import Stages
 
 transformers.logging.set_verbosity_error()
-source = Path("runs/notebook")
-fitted = read_fitted(source)
-print(fitted.learned.rotations.residual.shape, fitted.scheme.name, fitted.metadata["objective"])
+source = open_source(Path("runs/notebook"))
+transform = source.transform
+assert transform is not None  # what rotations.safetensors has
+print(sorted(transform.rotations), source.scheme.name, source.about["objective"])
 
 # %% [markdown]
 # ## The whole network
@@ -46,7 +49,7 @@ print(fitted.learned.rotations.residual.shape, fitted.scheme.name, fitted.metada
 out = Path("runs/notebook_torch")
 shutil.rmtree(out, ignore_errors=True)
 with Stages(Console()) as stages:
-    export(fitted, out, "torch", Options(), stages)
+    export(source, out, "torch", Options(), stages)
 print(*sorted(path.name for path in out.iterdir()), sep="\n")
 
 # %%
@@ -68,8 +71,9 @@ print(original.tokenizer.decode(written[0].tolist()))
 
 # %%
 rows = np.asarray(ids, np.int32)
-ours = logits_in_qrot(fitted, fitted.learned, fitted.scheme, dtype="float64")(rows)
-theirs = logits_in_torch(quantised, fitted.opened.config, dtype="float64")(rows)
+network = fuse(fold(original.network), transform).replace(scheme=source.scheme)
+ours = logits_in_qrot(network, dtype="float64")(rows)
+theirs = logits_in_torch(quantised, network.config, dtype="float64")(rows)
 print(
     f"largest difference {np.abs(ours - theirs).max():.1e}, largest logit {np.abs(ours).max():.1f}"
 )
