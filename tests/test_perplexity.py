@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from qrot.errors import InputError
-from qrot.evaluate.perplexity import Windows, cut_windows, mean_nll, token_nll
+from qrot.evaluate.losses import token_nll
+from qrot.evaluate.perplexity import Windows, cut_windows, mean_nll
 
 TEXT = np.arange(10, 33, dtype=np.int32)  # 23 tokens
 

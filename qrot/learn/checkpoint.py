@@ -21,12 +21,14 @@ from jaxtyping import Float, Int
 from orbax.checkpoint import v1 as ocp
 
 from qrot.errors import InputError
+from qrot.learn.named import named_arrays, with_arrays
 from qrot.learn.settings import Learn
 from qrot.model.params import Network
 from qrot.rotation.random import RotationSites
 from qrot.rotation.transform import Transform
 
 _KEY = "belongs_to"
+_TRANSFORMS = ("transform", "best")
 
 
 class State(struct.PyTreeNode):
@@ -93,12 +95,12 @@ class Checkpoints:
 
     def save(self, state: State) -> None:
         """Save a state; raises OSError where there is no room for it."""
-        state = jax.tree.map(np.asarray, state)
+        saved = _plain(state)
         # Orbax writes from threads of its own, whose errors on a full disk cannot be caught.
-        needed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        needed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
         if shutil.disk_usage(self._folder.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
-        self._checkpointer.save(int(state.step), state, custom_metadata={_KEY: self._key})
+        self._checkpointer.save(int(state.step), saved, custom_metadata={_KEY: self._key})
 
     def load(self, like: Callable[[], State]) -> State | None:
         """The state of the last checkpoint, if there is one.
@@ -122,12 +124,18 @@ class Checkpoints:
                 f"{self._folder}: these checkpoints are of other settings, rotations, scheme, text "
                 "or model; remove the folder to learn anew"
             )
-        saved = self._checkpointer.load(latest.step, jax.tree.map(np.asarray, like()))
-        return saved.replace(
-            transform=jax.tree.map(jnp.asarray, saved.transform),
-            optimiser=jax.tree.map(jnp.asarray, saved.optimiser),
-            best=jax.tree.map(jnp.asarray, saved.best),
-        )
+        start = like()
+        saved = self._checkpointer.load(latest.step, _plain(start))
+        saved["optimiser"] = jax.tree.map(jnp.asarray, saved["optimiser"])
+        for name in _TRANSFORMS:
+            saved[name] = with_arrays(start.transform, jax.tree.map(jnp.asarray, saved[name]))
+        return State(**saved)
+
+
+def _plain(state: State) -> dict[str, Any]:
+    """A state as Orbax saves it: numpy arrays by name."""
+    trees = {**vars(state), **{name: named_arrays(getattr(state, name)) for name in _TRANSFORMS}}
+    return jax.tree.map(np.asarray, trees)
 
 
 @contextmanager

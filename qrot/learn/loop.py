@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from qrot.learn.starting_point import (
 )
 from qrot.learn.starts import STARTS
 from qrot.learn.starts.drawn import HADAMARD
-from qrot.learn.step import loss_of, make_optimiser, update
+from qrot.learn.step import loss_of, optimiser_state, update
 from qrot.model.params import Network
 from qrot.rotation.random import RotationSites, stream
 from qrot.rotation.transform import Transform
@@ -196,7 +196,7 @@ def _first_state(start: Transform, settings: Learn, loss: float) -> State:
     return State(
         step=np.asarray(0),
         transform=start,
-        optimiser=make_optimiser(settings, 1.0).init(cast(Any, start)),
+        optimiser=optimiser_state(start, settings),
         best=start,
         best_loss=np.asarray(loss),
         start_loss=np.asarray(loss),
@@ -245,7 +245,7 @@ def _step(
         metrics["message"] = f"diverged; back to the best rotations, learning rate times {slower}"
         state = state.replace(
             transform=state.best,
-            optimiser=make_optimiser(settings, 1.0).init(cast(Any, state.best)),
+            optimiser=optimiser_state(state.best, settings),
             slowdown=np.asarray(slower),
         )
     metrics["seconds"] = time.perf_counter() - began

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from qrot.learn.named import named_arrays, with_arrays
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import Learn
 from qrot.learn.stiefel import OPTIMISERS
@@ -21,15 +22,37 @@ Scalar = Float[Array, ""]
 _FIXED = "fixed"
 
 
-def make_optimiser(settings: Learn, rate: float | Array) -> optax.GradientTransformation:
-    """Rotations by the chosen optimiser, scales and clip ratios by Adam; the rest stays.
+def optimiser_state(transform: Transform, settings: Learn) -> Any:
+    """The optimiser's state before the first step."""
+    return _optimiser(transform, settings, 1.0).init(named_arrays(transform))
+
+
+def move(
+    transform: Transform, gradient: Transform, state: Any, rate: Any, settings: Learn
+) -> tuple[Transform, Any]:
+    """A step: rotations by the chosen optimiser, scales and clip ratios by Adam; the rest stays.
 
     Args:
+        transform: what is learned.
+        gradient: of the loss by it.
+        state: of the optimiser.
+        rate: the learning rate, which may be traced. Those of scales and clip ratios follow the
+            same schedule, whatever the scale of the optimiser's rates.
         settings: of learning.
-        rate: a learning rate, which may be traced; the state does not depend on it. The rates of
-            scales and clip ratios follow the same schedule, whatever the scale of the optimiser's
-            rates.
+
+    Returns:
+        Transform and state after the step.
     """
+    arrays = named_arrays(transform)
+    change, state = _optimiser(transform, settings, rate).update(
+        named_arrays(gradient), state, arrays
+    )
+    moved = with_arrays(transform, cast(Any, optax.apply_updates(arrays, change)))
+    clips = {name: jnp.clip(c, settings.clip_floor, 1.0) for name, c in moved.clips.items()}
+    return moved.replace(clips=clips), state
+
+
+def _optimiser(transform: Transform, settings: Learn, rate: Any) -> optax.GradientTransformation:
     rotation = OPTIMISERS[settings.optimiser](rate)
     if settings.clip_norm is not None:
         rotation = optax.chain(optax.clip_by_global_norm(settings.clip_norm), rotation)
@@ -41,22 +64,22 @@ def make_optimiser(settings: Learn, rate: float | Array) -> optax.GradientTransf
             "scale": optax.adam(relative * settings.scale_rate),
             _FIXED: optax.set_to_zero(),
         },
-        _labels,
+        _labels(transform),
     )
 
 
-def _labels(transform: Transform) -> Any:
+def _labels(transform: Transform) -> dict[str, str]:
     """Of each array the name of what moves it."""
+    orthogonal = {
+        f"rotations.{name}.{part}"
+        for name, rotation in transform.rotations.items()
+        for part in orthogonal_parts(rotation)
+    }
     trees = {"scales": "scale", "clips": "clip"}
-
-    def label(path: tuple[Any, ...], _: Array) -> str:
-        tree, name, *field = path
-        if tree.name != "rotations":
-            return trees.get(tree.name, _FIXED)
-        orthogonal = field[0].name in orthogonal_parts(transform.rotations[name.key])
-        return "rotation" if orthogonal else _FIXED
-
-    return jax.tree_util.tree_map_with_path(label, transform)
+    return {
+        name: "rotation" if name in orthogonal else trees.get(name.split(".")[0], _FIXED)
+        for name in named_arrays(transform)
+    }
 
 
 @partial(jax.jit, static_argnames="settings")
@@ -85,14 +108,10 @@ def update(
         Transform and state after the step, loss and norm of the gradient before it.
     """
     loss, gradient = _loss_and_gradient(transform, network, batch, settings)
-    optimiser, learned = make_optimiser(settings, rate), cast(Any, transform)
-    change, state = optimiser.update(gradient, state, learned)
-    moving = jax.tree.map(
-        lambda g, label: 0.0 if label == _FIXED else g, gradient, _labels(transform)
-    )
-    transform = cast(Transform, optax.apply_updates(learned, change))
-    clips = jax.tree.map(lambda c: jnp.clip(c, settings.clip_floor, 1.0), transform.clips)
-    return transform.replace(clips=clips), state, loss, optax.tree.norm(moving)
+    labels = _labels(transform)
+    moving = [g for name, g in named_arrays(gradient).items() if labels[name] != _FIXED]
+    transform, state = move(transform, gradient, state, rate, settings)
+    return transform, state, loss, optax.tree.norm(moving)
 
 
 def _loss_and_gradient(transform: Transform, network: Network, batch: Any, settings: Learn):
