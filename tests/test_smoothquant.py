@@ -1,7 +1,5 @@
 """SmoothQuant: its formula, what it leaves as it was, and the alpha that the search takes."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qrot.calibrate.moments import outputs
+from qrot.calibrate.walk import forwards
 from qrot.errors import InputError
 from qrot.grid import Grid
-from qrot.model.forward import forward, forward_with_taps
-from qrot.network import fold_norms, fuse
+from qrot.model.forward import forward
+from qrot.network import fold, fuse
 from qrot.quantize.smoothquant import (
     ALPHAS,
-    SITES,
+    SMOOTHED,
     SmoothQuant,
     log_scales,
     relative_errors,
     smoothquant,
 )
-from qrot.rotation.forms import Rotations
-from qrot.scheme import READERS, Scheme
+from qrot.scheme import Scheme
+from qrot.sites import SITES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS = np.random.default_rng(7).integers(0, 97, (3, 16), np.int32)
@@ -101,15 +101,22 @@ def test_it_does_not_matter_where_the_norms_scale_is(seed, alpha):
 # Whole models
 
 
-@partial(jax.jit, static_argnames="config")
-def logits(params, config):
-    return forward(params, jnp.asarray(ROWS), config)
+@jax.jit
+def logits(network):
+    return forward(network, jnp.asarray(ROWS))
 
 
-@partial(jax.jit, static_argnames="config")
-def inputs(params, config):
-    _, seen = forward_with_taps(params, jnp.asarray(ROWS), config, taps=jnp.arange(ROWS.size))
-    return seen
+def inputs(network):
+    """Of each site what all tokens have there, [layers, tokens, width]."""
+    found = []
+
+    def look(place):
+        (done,) = place.run(names=SMOOTHED, statistic=dict)
+        found.append({site: np.asarray(x.reshape(-1, x.shape[-1])) for site, x in done[1].items()})
+        return outputs(place)
+
+    forwards(network, ROWS, look, batch=len(ROWS))
+    return {site: np.stack([layer[site] for layer in found]) for site in SMOOTHED}
 
 
 @pytest.fixture
@@ -118,43 +125,45 @@ def x64():
         yield
 
 
-def weights_of(params, layer, site):
-    return [np.asarray(getattr(params.layers, n).weight[layer], np.float64) for n in READERS[site]]
+def weights(network, name):
+    return np.asarray(network.params.layers.linear(name).weight, np.float64)
+
+
+def weights_of(network, layer, site):
+    return [weights(network, name)[layer] for name in SITES[site].readers]
 
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("alpha", [0.5, 0.85])
 def test_a_model_stays_the_same_function(variant, x64, name, alpha):
-    model = fold_norms(variant(name, "float64"))
-    told = []
-    scales, used = smoothquant(
-        model.params, Scheme(), model.config, ROWS, settings=SmoothQuant(alpha),
-        advance=lambda: told.append(1),
-    )  # fmt: skip
-    assert (used, len(told)) == (alpha, 3)
-    assert (scales.down, scales.values, scales.keys) == (None, None, None)
-    seen = inputs(model.params, model.config)
-    for site in SITES:
+    network, done = fold(variant(name, "float64").network), []
+    settings = SmoothQuant(alpha)
+    transform, used = smoothquant(network, ROWS, settings, advance=lambda: done.append(1))
+    assert (used, len(done)) == (alpha, 3)
+    assert {*transform.scales} == {"qkv", "gate_up"}
+    assert not jax.tree.leaves(transform.replace(scales={}))
+    seen = inputs(network)
+    for site in SMOOTHED:
         for i in range(3):
-            largest = np.abs(np.asarray(seen[site][i])).max(0)
-            expected = papers(largest, weights_of(model.params, i, site), alpha)
-            np.testing.assert_allclose(np.exp(-getattr(scales, site)[i]), expected, rtol=1e-9)
+            largest = np.abs(seen[site][i]).max(0)
+            expected = papers(largest, weights_of(network, i, site), alpha)
+            np.testing.assert_allclose(np.exp(-transform.scales[site][i]), expected, rtol=1e-9)
 
-    params, online, _ = fuse(model.params, Rotations(), model.config, None, scales)
-    assert (online.key, online.down) == (None, None)
-    before, after = logits(model.params, model.config), logits(params, model.config)
+    found = fuse(network, transform)
+    assert not jax.tree.leaves(found.online)
+    before, after = logits(network), logits(found)
     np.testing.assert_allclose(after, before, atol=1e-12 * np.abs(before).max())
-    assert np.abs(params.layers.attention_norm - 1).max() > 0.1
+    layers = found.params.layers
+    assert np.abs(layers.attention_norm - 1).max() > 0.1
     for name in ("o", "down"):
-        for a, b in zip(*(jax.tree.leaves(getattr(p.layers, name)) for p in (params, model.params)),
-                        strict=True):  # fmt: skip
+        each = (jax.tree.leaves(x.params.layers.linear(name)) for x in (found, network))
+        for a, b in zip(*each, strict=True):
             np.testing.assert_array_equal(a, b)
-    for norm, site in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")):
+    for norm, site in ((layers.attention_norm, "qkv"), (layers.mlp_norm, "gate_up")):
         for i in range(3):
-            product = getattr(params.layers, norm)[i][:, None]
-            pairs = zip(weights_of(params, i, site), weights_of(model.params, i, site), strict=True)
+            pairs = zip(weights_of(found, i, site), weights_of(network, i, site), strict=True)
             for after, before in pairs:
-                np.testing.assert_allclose(product * after, before, rtol=1e-12)
+                np.testing.assert_allclose(norm[i][:, None] * after, before, rtol=1e-12)
 
 
 def rounded(x, bits, axis):
@@ -189,33 +198,32 @@ def test_the_error_that_is_searched_by(x64):
 
 
 def test_search_takes_the_alpha_of_least_error_for_the_whole_model(variant, x64):
-    model = fold_norms(variant("llama-biases", "float64"))
+    network = fold(variant("llama-biases", "float64").network)
     scheme = Scheme(weights=Grid(5), activations=Grid(6))
     # 16 positions in each of the first 3 windows: all of them are looked at
-    _, alpha = smoothquant(model.params, scheme, model.config, ROWS, settings=SmoothQuant("search"))
-    seen = inputs(model.params, model.config)
+    _, alpha = smoothquant(network.replace(scheme=scheme), ROWS, SmoothQuant("search"))
+    seen = inputs(network)
     total = np.zeros(len(ALPHAS))
     for i in range(3):
-        for site in SITES:
-            x, weights = np.asarray(seen[site][i]), weights_of(model.params, i, site)
+        for site in SMOOTHED:
+            x, here = seen[site][i], weights_of(network, i, site)
             largest = np.abs(x).max(0)
-            total += [numpy_error(x, weights, largest, a, 6, 5) for a in ALPHAS]
+            total += [numpy_error(x, here, largest, a, 6, 5) for a in ALPHAS]
     assert alpha == ALPHAS[total.argmin()]
     assert np.ptp(total) > 0
 
 
 def test_what_is_searched_depends_on_what_is_rounded(variant):
-    model = fold_norms(variant("llama-biases"))
+    network = fold(variant("llama-biases").network)
     channel = jnp.where(jnp.arange(48) == 5, 40.0, 1.0)
-    layers = model.params.layers
+    layers = network.params.layers
     outliers = layers.replace(
         attention_norm=layers.attention_norm * channel, mlp_norm=layers.mlp_norm * channel
     )
-    params = model.params.replace(layers=outliers)
+    network = network.replace(params=network.params.replace(layers=outliers))
 
     def found(scheme):
-        search = SmoothQuant("search")
-        return smoothquant(params, scheme, model.config, ROWS, settings=search)[1]
+        return smoothquant(network.replace(scheme=scheme), ROWS, SmoothQuant("search"))[1]
 
     assert found(Scheme()) == 0.5
     assert found(Scheme(activations=Grid(6))) > 0.6
@@ -226,7 +234,8 @@ def test_settings_out_of_range_and_inputs_that_are_not_finite(variant):
     for alpha in (-0.1, 1.1):
         with pytest.raises(InputError, match=r"smoothquant\.alpha: "):
             SmoothQuant(alpha)
-    model = fold_norms(variant("llama-biases"))
-    broken = model.params.replace(embed=model.params.embed * np.inf)
+    network = fold(variant("llama-biases").network)
+    params = network.params
+    broken = network.replace(params=params.replace(embed=params.embed * np.inf))
     with pytest.raises(InputError, match="the input of qkv in layer 0 is not finite"):
-        smoothquant(broken, Scheme(), model.config, ROWS)
+        smoothquant(broken, ROWS)

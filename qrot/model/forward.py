@@ -17,8 +17,8 @@ from qrot.rotation.transform import Online, Transform, split_layers, with_shared
 from qrot.scheme import LayerScheme, segments
 
 # What a layer's weights become before it runs, and what acts beside those: of the layer, all that
-# is put on it, and its grids.
-Prepare = Callable[[Layers, Transform | Online, LayerScheme], tuple[Layers, Transform | Online]]
+# is put on it, its grids, and what there is beside.
+Prepare = Callable[..., tuple[Layers, Transform | Online]]
 
 
 def forward(
@@ -56,6 +56,7 @@ def run_layers(
     hidden: Float[Array, "batch length hidden"],
     *,
     prepare: Prepare | None = None,
+    beside: tuple[Any, ...] = (),
     remat: bool = False,
 ) -> Float[Array, "batch length hidden"]:
     """The residual stream behind the last layer.
@@ -64,20 +65,21 @@ def run_layers(
         network: its layers and what acts beside them.
         hidden: the residual stream before the first layer.
         prepare: applied to each layer before it runs.
+        beside: more of each layer for `prepare`, with a leading axis of layers.
         remat: as in `forward`.
     """
     _, shared = split_layers(network.online)
-    rope = rope_table(
-        network.config, hidden.shape[1], jnp.promote_types(hidden.dtype, jnp.float32)
-    )
-    for grids, inputs in runs_of_layers(network):
+    rope = rope_table(network.config, hidden.shape[1], jnp.promote_types(hidden.dtype, jnp.float32))
+    for grids, inputs in runs_of_layers(network, *beside):
 
         def step(h, inputs, grids=grids):
-            layer, own, window = inputs
+            layer, own, window, *more = inputs
             online = with_shared(own, shared)
             if prepare is not None:
-                layer, online = prepare(layer, online, grids)
-            return decoder_layer(h, layer, layer_context(network, online, window, rope, grids)), None
+                layer, online = prepare(layer, online, grids, *more)
+            return decoder_layer(
+                h, layer, layer_context(network, online, window, rope, grids)
+            ), None
 
         if remat:
             step = jax.checkpoint(step, prevent_cse=False)

@@ -6,19 +6,16 @@ correction, ICCV 2019, arXiv 1906.04721.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.model.config import ModelConfig
-from qrot.model.params import Params
-from qrot.rotation.forms import Scales
+from qrot.model.params import Network
+from qrot.rotation.transform import Transform
 
 
-@partial(jax.jit, static_argnames="config")
-def equalise(params: Params, config: ModelConfig) -> Scales:
+@jax.jit
+def equalise(network: Network) -> Transform:
     """Scales for the pairs up, down and v, o; made from the weights alone.
 
     With r1 the largest magnitude of the weights that write a channel and r2 that of those that read
@@ -29,12 +26,19 @@ def equalise(params: Params, config: ModelConfig) -> Scales:
 
     Left out are pairs that a nonlinearity separates (gate, down) and what norms write: they have no
     first weight.
+
+    Args:
+        network: folded, with nothing on it.
+
+    Returns:
+        The log-scales named down and values.
     """
-    layers, kv_heads = params.layers, config.num_key_value_heads
-    count = layers.v.weight.shape[0]
-    shared = _rows(layers.o.weight).reshape(count, kv_heads, -1, config.head_dim).max(2)
-    values = _logs(_columns(layers.v.weight).reshape(shared.shape), shared)
-    return Scales(down=_logs(_columns(layers.up.weight), _rows(layers.down.weight)), values=values)
+    config, layers = network.config, network.params.layers
+    up, down, v, o = (layers.linear(name).weight for name in ("up", "down", "v", "o"))
+    heads = (len(o), config.num_key_value_heads, -1, config.head_dim)
+    shared = _rows(o).reshape(heads).max(2)
+    values = _logs(_columns(v).reshape(shared.shape), shared)
+    return Transform(scales={"down": _logs(_columns(up), _rows(down)), "values": values})
 
 
 def _columns(weight: Float[Array, "layers in out"]) -> Float[Array, "layers out"]:

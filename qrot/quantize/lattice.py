@@ -92,7 +92,12 @@ def round_vectors(
     """Numbers of variance 1, eight at a time, at 2, 3 or 4 bits a number.
 
     2: E8P. 3 and 4: the same, and what it leaves by the one-bit codebook of E8 or by E8P again
-    (residual vector quantisation). scales: one for each, `SCALES` if None.
+    (residual vector quantisation).
+
+    Args:
+        x: the numbers.
+        bits: of each.
+        scales: one for each codebook; `SCALES` if None.
     """
     books: dict[int, tuple[Callable, ...]] = {
         2: (nearest_e8p,),

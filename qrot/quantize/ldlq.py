@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.quantize.gptq import damped_cholesky
 from qrot.calibrate.moments import EXACT
+from qrot.quantize.gptq import damped_cholesky
 
 TOGETHER = 128  # inputs that are rounded, at most, before the others hear of it
 
@@ -25,6 +25,11 @@ def block_ldl(
     """(A, damping used): H + damping = (A + I) D (A + I)^T, A zero but above the diagonal blocks.
 
     D is block-diagonal. Where no damping helps (`damped_cholesky`) A is zero.
+
+    Args:
+        hessian: H.
+        damping: share of the mean of H's diagonal that is added to it.
+        block: inputs of a block.
     """
     factor, used = damped_cholesky(hessian, damping)
     upper, n = factor[::-1, ::-1], len(factor)
@@ -53,7 +58,12 @@ def ldlq(
     is as small as rounding can make it, whatever the others do. Rounding to nearest, one row at a
     time, this is GPTQ in the order of the inputs (theorem 6 of QuIP).
 
-    quantise: (rows, what of `beside` belongs to them) -> rounded rows. beside: arrays [n, ...].
+    Args:
+        weight: W.
+        feedback: A.
+        quantise: (rows, what of `beside` belongs to them) -> rounded rows.
+        beside: arrays [n, ...].
+        block: rows that are rounded together.
     """
     n = len(weight)
     together = max(m for m in range(block, max(TOGETHER, block) + 1, block) if n % m == 0)
@@ -68,17 +78,17 @@ def ldlq(
             return here(x).reshape(-1, block, *x.shape[1:])
 
         columns = here(feedback, 1)
-        own, beside_own = cut(weight), jax.tree.map(cut, beside)
-        given = own + jnp.matmul(columns.T, errors, precision=EXACT).reshape(own.shape)
+        rows, beside_rows = cut(weight), jax.tree.map(cut, beside)
+        given = rows + jnp.matmul(columns.T, errors, precision=EXACT).reshape(rows.shape)
 
         def one_block(errors, inputs):
-            j, columns, own, given, beside = inputs
+            j, columns, rows, given, beside = inputs
             # Errors of this block and of those after it are still 0.
             near = quantise(given + jnp.matmul(columns, errors, precision=EXACT), beside)
-            return jax.lax.dynamic_update_slice_in_dim(errors, own - near, j * block, 0), near
+            return jax.lax.dynamic_update_slice_in_dim(errors, rows - near, j * block, 0), near
 
         within = here(columns).T.reshape(-1, block, together)
-        inputs = (jnp.arange(together // block), within, own, given, beside_own)
+        inputs = (jnp.arange(together // block), within, rows, given, beside_rows)
         mine, near = jax.lax.scan(one_block, jnp.zeros_like(here(weight)), inputs)
 
         def put(x, part):

@@ -36,6 +36,9 @@ class WeightMethod(NamedTuple):
         compensates: whether it makes up for the errors of rounding by what the weights read, so
             that rotations for it are learned with weights left alone.
         check: (network, settings), raises InputError where the method cannot round this network.
+        scales_inputs: whether it scales what the weights read by which channels of it are large.
+            Rotations, which make all channels alike, and shifts, measured before, do not suit it.
+        facts: settings -> what a row of results tells of them.
     """
 
     name: str
@@ -45,6 +48,8 @@ class WeightMethod(NamedTuple):
     text: Literal["none", "calibration", "generated"]
     compensates: bool = False
     check: Callable[[Network, Any], None] = no_check
+    scales_inputs: bool = False
+    facts: Callable[[Any], dict[str, Any]] = lambda settings: {}
 
 
 def network_grids(network: Network) -> list[LayerScheme]:

@@ -1,7 +1,7 @@
 """Mixed precision: a budget of bits, spent where rounding costs most.
 
-What rounding one projection of one layer costs is for others to measure (`qrot.quantize.sensitivity`).
-Here the bits are chosen, and said as a scheme.
+What rounding one projection of one layer costs is measured in `qrot.quantize.sensitivity`. Here the
+bits are chosen, and said as a scheme.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from jaxtyping import Float, Int
 from qrot.errors import InputError
 from qrot.grid import OFF, Grid
 from qrot.model.params import Params
-from qrot.sites import PROJECTIONS
 from qrot.scheme import Override, Scheme
+from qrot.sites import PROJECTIONS
 
 
 @dataclass(frozen=True)
 class Mixed:
     """A budget of bits for the weights.
 
-    bits: what a weight may have on average, scales not counted. choices: what a projection may
-    have. windows: of the calibration text, to measure by what rounding costs.
+    Attributes:
+        bits: what a weight may have on average, scales not counted.
+        choices: what a projection may have.
+        windows: of the calibration text, to measure by what rounding costs.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -67,13 +69,19 @@ def allocate(
 ) -> Int[np.ndarray, "layers projections"]:
     """The bits of each projection of each layer, of least total cost within the budget.
 
-    costs: of each choice. sizes: weights of a projection in one layer. choices: bits, rising. The
-    mean bits of a weight come to at most `bits`.
-
     This is the knapsack problem with one of several choices an item, solved exactly: with f(u) the
     least cost of the items so far in u units of bits, f'(u) = min_c f(u - size (b_c - b_0)) + cost.
     All projections have hidden_size as one of their sides, so that units are large and u is small.
-    Of equal costs the fewer bits win. Raises ValueError where the budget is below the least choice.
+    Of equal costs the fewer bits win.
+
+    Args:
+        costs: of each choice.
+        sizes: weights of a projection in one layer.
+        choices: bits, rising.
+        bits: what the mean bits of a weight come to at most.
+
+    Raises:
+        ValueError: where the budget is below the least choice.
     """
     layers = len(costs)
     total, least = int(sizes.sum()) * layers, choices[0]
@@ -121,6 +129,11 @@ def bits_per_weight(
     """Bits per weight of the linear layers: of their integers alone, and with the scales.
 
     A scale is a number of 16 bits, and a zero point has as many bits as the weights it goes with.
+
+    Args:
+        params: whose weights they are.
+        grid: of the weights, but for its bits.
+        bits: of each projection.
     """
     sizes = projection_sizes(params)
     outputs = np.array([_weight(params, name).shape[2] for name in PROJECTIONS])
@@ -134,4 +147,4 @@ def bits_per_weight(
 
 
 def _weight(params: Params, name: str):
-    return getattr(params.layers, name).weight
+    return params.layers.linear(name).weight
