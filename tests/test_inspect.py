@@ -9,19 +9,19 @@ from models import write_variant
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
+from qrot.calibrate.capture import capture
 from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.outliers import outliers
-from qrot.run.inspect import SITES, STEPS, inspect
 from qrot.grid import Grid
-from qrot.calibrate.capture import capture
-from qrot.learn.site_wise import fisher
-from qrot.network import fold_norms
+from qrot.learn.objectives.fisher import fisher
 from qrot.model.io.load import load
-from qrot.sites import PROJECTIONS
+from qrot.network import fold
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import Learned, Rotations
+from qrot.rotation.transform import Transform
+from qrot.run.inspect import STEPS, inspect
 from qrot.scheme import Override, Scheme
+from qrot.sites import PROJECTIONS, SITES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 A4 = Grid(4, "asymmetric")
@@ -54,15 +54,17 @@ def test_extremes():
 
 @pytest.fixture(scope="module")
 def looked_at(variant):
-    """(folded model with two loud channels, rotations, what inspect finds)."""
-    model = fold_norms(variant("llama-biases"))
-    params = model.params
+    """(folded network with two loud channels, rotations, what inspect finds)."""
+    model = variant("llama-biases")
+    network = fold(model.network).replace(scheme=SCHEME)
     loud = jnp.ones(48).at[jnp.array([5, 30])].set(40.0)
-    model = model.replace(params=params.replace(embed=params.embed * loud))
-    learned, ticks = Learned(random_rotations(model.config, 0)), []
-    found = inspect(model, ROWS, learned, SCHEME, advance=lambda: ticks.append(1))
+    params = network.params.replace(embed=network.params.embed * loud)
+    network = network.replace(params=params)
+    transform, ticks = Transform(random_rotations(network.config, 7)), []
+    model = model.replace(network=network)
+    found = inspect(model, ROWS, transform, advance=lambda: ticks.append(1))
     assert len(ticks) == STEPS
-    return model, learned, found
+    return network, transform, found
 
 
 def test_a_rotation_spreads_loud_channels(looked_at):
@@ -84,18 +86,18 @@ def test_a_rotation_spreads_loud_channels(looked_at):
 
 
 def test_the_costs_add_up_to_the_objective(looked_at):
-    model, learned, found = looked_at
-    captured, _ = capture(model, ROWS, taps=16, seed=0, gradients=True)
-    for when, state in (("before", Learned(Rotations())), ("after", learned)):
-        expected = fisher(state, model.params, captured, model.config, SCHEME)
+    network, transform, found = looked_at
+    captured, _ = capture(network, ROWS, vectors=16, seed=0, gradients=True)
+    for when, state in (("before", Transform()), ("after", transform)):
+        expected = fisher(state, network, captured)
         total = sum(layer[when]["cost"] for site in SITES for layer in found["sites"][site])
         np.testing.assert_allclose(total, expected, rtol=1e-4)
 
 
 def test_weights_are_told_by_output(looked_at):
-    model, _, found = looked_at
+    network, _, found = looked_at
     assert set(found["weights"]) == set(PROJECTIONS)
-    weight = np.asarray(model.params.layers.up.weight[1])
+    weight = np.asarray(network.params.layers.up.weight[1])
     largest = found["weights"]["up"][1]["before"]["channels"][0]
     inputs = np.abs(weight).max(1)
     assert largest == [int(inputs.argmax()), pytest.approx(float(inputs.max()))]
@@ -114,8 +116,8 @@ def test_the_command(tmp_path, capsys):
     for word in ("residual", "gate_up", "What it will cost most to round", "Weights"):
         assert word in printed
     assert set(json.loads(out.read_text())) == {"sites", "weights"}
-    model = load(str(tmp_path / "model"))
-    assert len(json.loads(out.read_text())["sites"]["down"]) == model.config.num_hidden_layers
+    config = load(str(tmp_path / "model")).network.config
+    assert len(json.loads(out.read_text())["sites"]["down"]) == config.num_hidden_layers
     with pytest.raises(InputError, match="absent is no folder"):
         app([*arguments, "--out", str(tmp_path / "absent" / "x")], standalone_mode=False)
     with pytest.raises(InputError, match="cannot be read as text"):

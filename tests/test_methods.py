@@ -12,23 +12,31 @@ from rich.console import Console
 from runs import CALIBRATION, CHEAP, quiet
 
 from qrot.errors import InputError
-from qrot.run import judge, weights
-from qrot.run import qat as row_module
-from qrot.run.combinations import refuse_combination, warn_of_combination
-from qrot.run.mixed import bits_maps
-from qrot.run.prepare import prepare
-from qrot.run.results import markdown
-from qrot.run.run import run
-from qrot.progress import Stages
 from qrot.grid import Grid
-from qrot.quantize.qat import Qat
+from qrot.learn.settings import Learn
+from qrot.progress import Stages
 from qrot.quantize.awq import Awq
+from qrot.quantize.gptq import Gptq
 from qrot.quantize.mixed import Mixed
+from qrot.quantize.qat import Qat
+from qrot.quantize.quip import Quip
+from qrot.quantize.quip_sharp import QuipSharp
+from qrot.quantize.registry import WEIGHT_METHODS
+from qrot.quantize.rtn import Rtn
 from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
-from qrot.rotation.forms import Learned, Rotations, Shifts
+from qrot.report.bits import bits_maps
+from qrot.report.results import markdown
+from qrot.rotation.forms import Dense
 from qrot.rotation.store import load_rotations
-from qrot.scheme import Scheme, layer_scheme
+from qrot.rotation.transform import Transform
+from qrot.run import judge, methods, own_text
+from qrot.run.combinations import check_combinations
+from qrot.run.method import Method
+from qrot.run.prepare import prepare
+from qrot.run.run import run
+from qrot.scheme import Override, Scheme, layer_scheme
+from qrot.sites import INPUTS
 
 QAT = Qat(steps=2, batch=2, length=8, learning_rate=1e-3)
 
@@ -38,7 +46,7 @@ def test_gptq_rounds_the_weights_of_every_row(config):
     config = replace(config, methods=methods, seeds=(0,))
     plain = run(replace(config, out=config.out + "-plain"), quiet())["rows"]
     shown = io.StringIO()
-    found = run(replace(config, weight_method="gptq", calibration=CALIBRATION), Console(file=shown))
+    found = run(replace(config, weights=Gptq(), calibration=CALIBRATION), Console(file=shown))
     assert "random hadamard, seed 0: GPTQ" in shown.getvalue()
     full, *rows = found["rows"]
     assert full["nll"] == plain[0]["nll"]
@@ -53,37 +61,49 @@ def test_gptq_rounds_the_weights_of_every_row(config):
     assert "Weights were rounded by gptq, " in text
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_mixed_bits_in_every_row(config, monkeypatch, method):
-    schemes, judged = [], []
+@pytest.fixture
+def watched(monkeypatch):
+    """(method) -> the networks that it is given to round, as they come."""
 
-    def judged_logits(*arguments, scheme, **options):
-        judged.append(scheme)
-        return logits(*arguments, scheme=scheme, **options)
+    def watch(method):
+        given, record = [], WEIGHT_METHODS[method]
 
-    def rounding(inputs, name, fused, scheme):
-        schemes.append(scheme)
-        return original(inputs, name, fused, scheme)
+        def rounding(network, *rest, **options):
+            given.append(network)
+            return record.round(network, *rest, **options)
 
-    logits, original = judge.judged_logits, weights.WEIGHT_METHODS[method]
+        monkeypatch.setitem(WEIGHT_METHODS, method, record._replace(round=rounding))
+        return given
+
+    return watch
+
+
+@pytest.mark.parametrize("settings", [Rtn(), Gptq()], ids=lambda settings: settings.method)
+def test_mixed_bits_in_every_row(config, monkeypatch, watched, settings):
+    judged, logits = [], judge.judged_logits
+
+    def judged_logits(network, *rest, **options):
+        judged.append(network.scheme)
+        return logits(network, *rest, **options)
+
     monkeypatch.setattr(judge, "judged_logits", judged_logits)
-    monkeypatch.setitem(weights.WEIGHT_METHODS, method, rounding)
+    networks = watched(settings.method)
     mixed = Mixed(3.5, (2, 3, 4, 8), windows=3)
     config = replace(
         config,
         methods=("full_precision", "random_hadamard"),
         seeds=(0,),
-        weight_method=method,
+        weights=settings,
         calibration=CALIBRATION,
         mixed=mixed,
     )
     found = run(config, quiet())
     full, row = found["rows"]
     assert "mixed" not in full
-    (scheme,), (drawn,), facts = schemes, bits_maps(found), row["mixed"]
+    (network,), (drawn,), facts = networks, bits_maps(found), row["mixed"]
     bits = {name: [int(b) for b in text.split()] for name, text in facts["bits"].items()}
     for i in range(3):
-        grids = dict(layer_scheme(scheme, i).weights)
+        grids = layer_scheme(network.scheme, i).weights
         assert {name: grid.bits for name, grid in grids.items()} == {
             name: column[i] for name, column in bits.items()
         }
@@ -113,7 +133,7 @@ def test_mixed_bits_that_leave_no_choice_are_one_number(config):
 
 
 def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
-    config = replace(config, methods=("learned",), weight_method="gptq", calibration=CALIBRATION)
+    config = replace(config, methods=("learned",), weights=Gptq(), calibration=CALIBRATION)
     (row,) = run(config, quiet())["rows"]
     assert row["trained_weight_bits"] == 16
     saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
@@ -124,9 +144,9 @@ def test_rotations_for_gptq_are_learned_without_rounding_weights(config):
 def test_rotations_learned_for_rounded_weights_do_not_suit_gptq(config):
     learn = replace(config.learn, weight_bits=4)
     config = replace(
-        config, methods=("learned",), learn=learn, weight_method="gptq", calibration=CALIBRATION
+        config, methods=("learned",), learn=learn, weights=Gptq(), calibration=CALIBRATION
     )
-    sentence = "learned with weights at 4 bits and is used with weights that gptq rounds"
+    sentence = "learned with weights at 4 bits and is used with weights at 16 bits, or by a method"
     with pytest.warns(UserWarning, match=sentence):
         (row,) = run(config, quiet())["rows"]
     saved = {"methods": ("saved",), "saved": str(Path(config.out) / row["rotations"])}
@@ -143,8 +163,8 @@ def test_scales_without_rotations(config):
     assert [row["seed"] for row in (smooth, equal)] == [None, None]
     for row in (smooth, equal):  # the file holds what was judged
         file = Path(config.out) / f"{row['method']}.safetensors"
-        learned, metadata = load_rotations(file)
-        assert learned.rotations == Rotations()
+        transform, metadata = load_rotations(file)
+        assert transform.rotations == {}
         assert metadata["scheme"]["weights"]["clip"] == "mse"
         saved = {"methods": ("saved",), "saved": str(file), "out": f"{config.out}-{row['method']}"}
         (same,) = run(replace(config, **saved), quiet())["rows"]
@@ -165,17 +185,17 @@ def test_awq_rounds_the_weights_of_every_row(config):
     config = replace(config, scheme=Scheme(Grid(3)), methods=CHEAP, calibration=CALIBRATION)
     full, plain = run(replace(config, out=config.out + "-plain"), quiet())["rows"]
     shown = io.StringIO()
-    same, row = run(replace(config, weight_method="awq"), Console(file=shown))["rows"]
+    same, row = run(replace(config, weights=Awq()), Console(file=shown))["rows"]
     assert "no rotation: AWQ" in shown.getvalue()
     assert same["nll"] == full["nll"]
     assert row["weight_method"] == "awq"
     assert row["nll"] < plain["nll"]
 
 
-def test_awq_warns_of_rotations_and_refuses_shifts(config):
-    config = replace(config, weight_method="awq", calibration=CALIBRATION, seeds=(0,))
-    sentence = "weight_method: awq .* random_hadamard makes all channels alike"
-    quick = {"scheme": Scheme(Grid(3)), "awq": Awq(clip=False, steps=2)}
+def test_awq_warns_of_rotations_and_refuses_shifts(config, variant):
+    config = replace(config, weights=Awq(), calibration=CALIBRATION, seeds=(0,))
+    sentence = "weights: awq .* random_hadamard makes all channels alike"
+    quick = {"scheme": Scheme(Grid(3)), "weights": Awq(clip=False, steps=2)}
     with pytest.warns(UserWarning, match=sentence):
         (row,) = run(replace(config, methods=("random_hadamard",), **quick), quiet())["rows"]
     assert row["weight_method"] == "awq"
@@ -183,18 +203,62 @@ def test_awq_warns_of_rotations_and_refuses_shifts(config):
     with pytest.raises(InputError, match="awq scales the activations that the shifts of random_ha"):
         run(shifted, quiet())
     assert not Path(shifted.out).exists()
-    w16 = replace(config, scheme=Scheme(), methods=("random_hadamard",))
-    warn_of_combination(w16, None)  # no weight is rounded: nothing to warn of
-    saved = replace(config, methods=("saved",), saved="x")
-    warn_of_combination(saved, Learned(Rotations()))  # scales alone
+    network, rotated = variant("llama").network, Transform({"down": Dense(jnp.eye(4))})
+    w16 = replace(config, scheme=Scheme())
+    check_combinations(w16, network, {"random_hadamard": rotated})  # no weight is rounded
+    check_combinations(config, network, {"saved": Transform()})  # scales alone
     with pytest.warns(UserWarning, match="saved makes all channels alike"):
-        warn_of_combination(saved, Learned(Rotations(down=jnp.eye(4))))
+        check_combinations(config, network, {"saved": rotated})
+    shifts = {site: jnp.zeros((3, 4)) for site in INPUTS}
     with pytest.raises(InputError, match="the shifts of saved"):
-        refuse_combination(saved, Learned(Rotations(), Shifts()))
-    mixed = replace(config, methods=("no_rotation",), weight_method="quip_sharp", mixed=Mixed())
-    with pytest.raises(InputError, match="codebooks of 2, 3, 4 bits, none of 6"):
-        refuse_combination(mixed, None)
-    refuse_combination(replace(mixed, mixed=Mixed(choices=(2, 3, 4))), None)
+        check_combinations(config, network, {"saved": Transform(shifts=shifts)})
+
+
+def test_mixed_bits_need_codebooks(config, variant):
+    mixed = replace(config, scheme=Scheme(Grid(4)), weights=QuipSharp(), mixed=Mixed())
+    network = variant("llama").network
+    with pytest.raises(
+        InputError, match=r"mixed\.choices: quip_sharp has codebooks of 2, 3,"
+    ):
+        check_combinations(mixed, network, {})
+    check_combinations(replace(mixed, mixed=Mixed(choices=(2, 3, 4))), network, {})
+
+
+W2 = Scheme(weights=Grid(2, clip="mse"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "title"),
+    [(Quip(seed=3), "QuIP"), (QuipSharp(seed=3), "QuIP#")],
+    ids=["quip", "quip_sharp"],
+)
+def test_quip_in_a_run(config, settings, title):
+    config = replace(config, methods=("full_precision", "random_hadamard"), seeds=(0,))
+    config = replace(config, scheme=W2, weights=settings, calibration=CALIBRATION)
+    shown = io.StringIO()
+    found = run(config, Console(file=shown))
+    assert f"random hadamard, seed 0: {title}: " in shown.getvalue()
+    full, row = found["rows"]
+    assert "sign_seed" not in full
+    assert (row["weight_method"], row["sign_seed"]) == (settings.method, 3)
+    assert row["nll"] != full["nll"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sentence"),
+    [
+        (Scheme(Grid(5)), "scheme.weights.bits: quip_sharp has codebooks of 2, 3, 4 bits, and "
+         "layers.0.q is to have 5"),
+        (Scheme(Grid(2), overrides=(Override("layers.1.up", weights=8),)),
+         "scheme.overrides: quip_sharp .*, and layers.1.up is to have 8"),
+        (Scheme(Grid(2, granularity="group", group=8)), "scheme.weights.group: quip_sharp has one"),
+    ],
+)  # fmt: skip
+def test_what_has_no_codebook_is_refused_before_anything_is_written(config, scheme, sentence):
+    config = replace(config, methods=("no_rotation",), scheme=scheme, calibration=CALIBRATION)
+    with pytest.raises(InputError, match=sentence):
+        run(replace(config, weights=QuipSharp()), quiet())
+    assert not Path(config.out).exists()
 
 
 def test_principal_directions_and_a_smaller_network(config):
@@ -204,7 +268,7 @@ def test_principal_directions_and_a_smaller_network(config):
     assert same["hidden_kept"] == 48
     assert same["nll"] == pytest.approx(full["nll"], rel=1e-5)
     config = replace(config, out=config.out + "-cut", slicegpt=SliceGpt(0.3), scheme=scheme)
-    _, cut = run(replace(config, weight_method="gptq"), quiet())["rows"]
+    _, cut = run(replace(config, weights=Gptq()), quiet())["rows"]
     assert cut["hidden_kept"] == 32
     assert cut["nll"] != same["nll"]
 
@@ -222,34 +286,34 @@ def test_outlier_channels_in_a_run(config):
 
 
 def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
-    config = replace(config, methods=("no_rotation", "random_hadamard_shift"), seeds=(0,), qat=QAT)
+    config = replace(config, methods=("no_rotation", "random_hadamard_shift"), seeds=(0,))
     (plain,) = run(replace(config, out=config.out + "-rtn", methods=("no_rotation",)), quiet())[
         "rows"
     ]
-    config, shown = replace(config, weight_method="qat"), io.StringIO()
-    original, beside = row_module.qat, []
+    config, shown = replace(config, weights=QAT), io.StringIO()
+    record, shifts = WEIGHT_METHODS["qat"], []
 
-    def watched(params, *rest, **options):
-        beside.append(options["shifts"])
-        if len(beside) == 1:
+    def watched(network, *rest, **options):
+        shifts.append(network.online.shifts)
+        if len(shifts) == 1:
             raise KeyboardInterrupt
         # The second row costs another compilation, and what it is given says all.
-        return original(params, *rest, **options) if len(beside) == 2 else params
+        return record.round(network, *rest, **options) if len(shifts) == 2 else network
 
-    monkeypatch.setattr(row_module, "qat", watched)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, Console(file=shown))
-    (text,) = Path(config.out).glob("qat-text-*.npy")
-    assert np.load(text).shape == (4, 8)
-    found = run(config, Console(file=shown))
+    with monkeypatch.context() as patch:
+        patch.setitem(WEIGHT_METHODS, "qat", record._replace(round=watched))
+        with pytest.raises(KeyboardInterrupt):
+            run(config, Console(file=shown))
+        (text,) = Path(config.out).glob("qat-text-*.npy")
+        assert np.load(text).shape == (4, 8)
+        found = run(config, Console(file=shown))
     assert shown.getvalue().count("writing text to train on") == 1
     assert re.search(r"no rotation: training: .* loss ", shown.getvalue())
-    assert [x is None for x in beside] == [True, True, False]
+    assert [set(x) for x in shifts] == [set(), set(), set(INPUTS)]
     assert "at W4A4KV4 (qat weights) on" in markdown(found)
-    row, turned = found["rows"]
-    assert row["weight_method"] == turned["weight_method"] == "qat"
+    row, rotated = found["rows"]
+    assert row["weight_method"] == rotated["weight_method"] == "qat"
     assert row["nll"] != plain["nll"]
-    monkeypatch.setattr(row_module, "qat", original)
     again = replace(config, out=config.out + "-again", methods=("no_rotation",))
     assert [same["nll"] for same in run(again, quiet())["rows"]] == [row["nll"]]
 
@@ -257,19 +321,19 @@ def test_qat_trains_the_weights_of_every_row_on_one_text(config, monkeypatch):
 def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
     written = []
 
-    def generate_text(params, model, *, count, length, seed, advance):
+    def generate_text(network, *, count, length, seed, advance):
         written.append((count, length, seed))
         return np.full((count, length), seed, np.int32)
 
-    monkeypatch.setattr(row_module, "generate_text", generate_text)
+    monkeypatch.setattr(own_text, "generate_text", generate_text)
     config = replace(config, methods=("no_rotation",))
     with Stages(quiet()) as stages:
         inputs = prepare(config, tmp_path, stages)
 
     def text(qat=QAT, dtype="float32", digest="x"):
         model = inputs.model.replace(digest=digest)
-        settings = replace(config, qat=qat, dtype=dtype)
-        return row_module.own_text(replace(inputs, config=settings, model=model))
+        settings = replace(config, weights=qat, dtype=dtype)
+        return own_text.own_text(replace(inputs, config=settings, model=model))
 
     for _ in range(2):
         np.testing.assert_array_equal(text(), np.zeros((4, 8)))
@@ -287,3 +351,59 @@ def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
         file.write_bytes(b"half")
     with pytest.raises(InputError, match=r"npy: damaged \(.*delete it"):
         text()
+
+
+def test_a_hadamard_rotation_with_the_shifts_that_learning_starts_with(config, tmp_path):
+    """Learned rows begin with them: a learning rate of next to nothing leaves them as they are."""
+    learn = Learn(objective="cross_entropy", start="hadamard", steps=1, length=16, held_out=2)
+    config = replace(config, methods=("random_hadamard_shift", "learned"), seeds=(0,), learn=learn)
+    with Stages(quiet()) as stages:
+        inputs = prepare(config, tmp_path, stages)
+        shifted = methods.METHODS["random_hadamard_shift"].prepare(inputs, "x", 0).transform
+        learned = methods.METHODS["learned"].prepare(inputs, "y", 0).transform
+    assert set(shifted.shifts) == set(INPUTS)
+    for site in INPUTS:
+        np.testing.assert_array_equal(shifted.shifts[site], learned.shifts[site])
+
+
+REVERSED = '''
+import jax.numpy as jnp
+import numpy as np
+
+from qrot.rotation.forms import Dense
+from qrot.rotation.transform import Transform
+from qrot.run.method import Method, Prepared
+
+
+def prepare(inputs, name, seed):
+    """R1 turns the order of the channels around, with signs."""
+    draw = np.random.default_rng(seed)
+    signs = draw.choice([-1.0, 1.0], inputs.network.config.hidden_size)
+    matrix = jnp.asarray(np.diag(signs)[::-1].copy(), jnp.float32)
+    return Prepared(Transform({"residual": Dense(matrix)}), {"turned": True})
+
+
+RECORD = Method("reversed", prepare, seeds="seeds")
+'''
+
+
+def test_a_new_method_is_one_file(config, tmp_path, monkeypatch):
+    """The name of the method stands in its file alone."""
+    package = tmp_path / "more"
+    package.mkdir()
+    (package / "reversed.py").write_text(REVERSED)
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(package)])
+    record = methods.collect(methods.__name__, Method)["reversed"]
+    monkeypatch.setitem(methods.METHODS, record.name, record)
+    config = replace(config, methods=("full_precision", "reversed"), keep="all")
+    full, first, second = run(config, quiet())["rows"]
+    assert (first["seed"], second["seed"]) == (0, 1)
+    assert first["turned"]
+    assert first["nll"] != full["nll"]
+    files = {file.name for file in (Path(config.out) / "networks").iterdir()}
+    assert files == {"reversed-seed-0.safetensors", "reversed-seed-1.safetensors"}
+    plain = replace(config, out=config.out + "-plain", scheme=Scheme())
+    full, first, _ = run(plain, quiet())["rows"]
+    assert first["nll"] == pytest.approx(full["nll"], rel=1e-5)
+    with pytest.raises(InputError, match="there is no 'reversd'; did you mean 'reversed'"):
+        run(replace(config, methods=("reversd",)), quiet())

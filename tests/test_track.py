@@ -10,11 +10,11 @@ from runs import quiet
 
 from qrot.cli import main
 from qrot.errors import InputError
+from qrot.learn.history import load_history
 from qrot.run import track as module
 from qrot.run.config import to_yaml
 from qrot.run.run import run
 from qrot.run.track import check_trackers, tracking
-from qrot.learn.loop import load_history
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def told(monkeypatch):
         yield lambda step, values: lines.append((row, step, values))
         lines.append(("close", row))
 
-    monkeypatch.setitem(module.TRACKERS, "tensorboard", fake)
-    monkeypatch.setitem(module._PACKAGES, "tensorboard", "json")
+    tracker = module.Tracker("tensorboard", "json", fake)
+    monkeypatch.setitem(module.TRACKERS, "tensorboard", tracker)
     return lines
 
 
@@ -72,7 +72,8 @@ def test_only_numbers_are_told_and_sections_by_their_path(told, tmp_path):
 
 
 def test_a_missing_package_is_named_before_anything_is_done(config, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(module._PACKAGES, "wandb", "a_package_that_is_not_there")
+    absent = module.TRACKERS["wandb"]._replace(package="a_package_that_is_not_there")
+    monkeypatch.setitem(module.TRACKERS, "wandb", absent)
     with pytest.raises(InputError, match=r"run `pip install qrot\[wandb\]`"):
         check_trackers(["wandb"])
     (tmp_path / "four.yaml").write_text(to_yaml(config))

@@ -19,14 +19,15 @@ from qrot.cli import app
 from qrot.errors import InputError
 from qrot.evaluate.likelihood import Request, encode_pair, log_likelihoods, padded_length
 from qrot.evaluate.zeroshot import Task, ZeroShot, read_rows, read_tasks, scores
-from qrot.run import zeroshot as module
-from qrot.study.compare import grouped, read_runs
-from qrot.run.config import read_config, to_yaml
-from qrot.run.results import markdown
-from qrot.run.run import run
-from qrot.report.scores import score_cells
 from qrot.model.forward import forward
 from qrot.model.io.load import load
+from qrot.report.results import markdown
+from qrot.report.scores import score_cells
+from qrot.run import zeroshot as module
+from qrot.run.config import to_yaml
+from qrot.run.read import read_config
+from qrot.run.run import run
+from qrot.study.compare import grouped, read_runs
 
 DRAW = np.random.default_rng(0)
 
@@ -43,7 +44,7 @@ def model(tiny):
 
 @pytest.fixture(scope="module")
 def logits_of(model):
-    return jax.jit(partial(forward, model.params, config=model.config))
+    return partial(jax.jit(forward), model.network)
 
 
 def by_hand(model, name, rows):
@@ -75,7 +76,7 @@ def by_hand(model, name, rows):
 @pytest.mark.parametrize("name", ["last", "choice", "partial"])
 def test_scores_are_those_of_a_slow_oracle(model, logits_of, folder, name):
     (task,) = read_tasks(ZeroShot((name,), str(folder)), model)
-    window = model.config.max_position_embeddings
+    window = model.network.config.max_position_embeddings
     log, greedy = log_likelihoods(logits_of, task.requests, window=window)
     for request, found, hit in zip(task.requests, log, greedy, strict=True):
         expected, greedily = oracle(model, request.tokens, request.scored)
