@@ -131,6 +131,7 @@ class Model(struct.PyTreeNode):
         name: as the user gave it.
         digest: sha256 of configuration and weights, 16 hex digits.
         note: for tables, such as "dequantised from Q4_1".
+        revision: of the hub, the commit that was fetched; "" for a model from elsewhere.
     """
 
     network: Network
@@ -138,3 +139,4 @@ class Model(struct.PyTreeNode):
     name: str = struct.field(pytree_node=False)
     digest: str = struct.field(pytree_node=False)
     note: str = struct.field(pytree_node=False, default="")
+    revision: str = struct.field(pytree_node=False, default="")
