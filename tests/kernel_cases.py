@@ -11,8 +11,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from qrot.grid import Grid, Quantised
-from qrot.kernels.fwht import fwht
 from qrot.hadamard.factors import hadamard_dense
+from qrot.kernels.fwht import fwht
 from qrot.kernels.kv4 import empty_heads
 
 F32, BF16, F16, I8, I32 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32

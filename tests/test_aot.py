@@ -16,7 +16,6 @@ from kernel_cases import gpu_cases, tpu_cases
 from qrot.grid import Grid
 from qrot.kernels.dispatch import emulated
 from qrot.model.decode import decode_step, empty_cache
-from qrot.rotation.forms import Rotations
 from qrot.scheme import Scheme
 
 # What the compiler asks of an H100, as published by NVIDIA: limits, sizes and rates.
@@ -81,23 +80,23 @@ def same_place(topology, model, implementation):
     """No code of the cache is copied in a decode step: a token is written in place, and the kernel
     reads the cache of all layers there."""
     grid = Grid(4, "asymmetric")
-    scheme = Scheme(keys=grid, values=grid)
+    network = model.network.replace(scheme=Scheme(keys=grid, values=grid))
     batch, length = 128, 8192  # more than there is room for on a TPU, where XLA may move it
 
-    def step(tokens, leaves, params):
+    def step(tokens, leaves, weights):
         cache = jax.tree.unflatten(tree, leaves)
-        options = {"rotations": Rotations(fused=True), "scheme": scheme}
-        logits, cache = decode_step(params, tokens, cache, model.config, **options)
+        logits, cache = decode_step(jax.tree.unflatten(whole, weights), tokens, cache)
         return logits, jax.tree.leaves(cache)
 
     def empty(length):  # no container of shapes: its fields are checked
-        return empty_cache(model.config, batch, length, packed=scheme)
+        return empty_cache(network, batch, length, packed=True)
 
     tree = jax.tree.structure(empty(1))
+    weights, whole = jax.tree.flatten(network)
     leaves = jax.eval_shape(lambda: jax.tree.leaves(empty(length)))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     with emulated(implementation, False):
-        program = compiled(topology, step, (tokens, leaves, model.params), donate_argnums=1)
+        program = compiled(topology, step, (tokens, leaves, weights), donate_argnums=1)
     text = program.as_text()
     assert {"pallas_tpu": "tpu_custom_call", "mosaic_gpu": "mosaic_gpu"}[implementation] in text
     layer = math.prod(leaves[0].shape[1:])

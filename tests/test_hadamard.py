@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from qrot.errors import InputError
 from qrot.hadamard.constructions import supported
-from qrot.kernels.fwht import fwht
 from qrot.hadamard.factors import hadamard_dense, hadamard_factors, hadamard_matrix
+from qrot.kernels.fwht import fwht
 
 UNKNOWN = {668, 716, 892}
 # hidden and intermediate sizes of real models

@@ -22,9 +22,9 @@ from kernel_cases import (
 
 from qrot.errors import InputError
 from qrot.grid import Grid, Quantised, dequantise, quantise
+from qrot.hadamard.factors import hadamard_dense
 from qrot.kernels.dispatch import choose, emulated
 from qrot.kernels.fwht import fwht
-from qrot.hadamard.factors import hadamard_dense
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.pack import pack_int4
 from qrot.kernels.rotate_quantize import rotate_quantize

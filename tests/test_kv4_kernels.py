@@ -11,10 +11,11 @@ from qrot.grid import Grid, dequantise, quantise
 from qrot.kernels.dispatch import emulated
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.model.decode import decode_step, empty_cache
-from qrot.network import fold_norms, fuse
+from qrot.network import fold, fuse
 from qrot.quantize.pack import pack
 from qrot.quantize.rtn import rtn
 from qrot.rotation.random import random_rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -124,20 +125,18 @@ def test_what_is_refused(implementation):
 
 def logits_of(model, length, implementation):
     """Of the second token, through packed weights and cache: by XLA, emulated, and its program."""
-    model, grid = fold_norms(model), Grid(4, "asymmetric")
+    folded, grid = fold(model.network), Grid(4, "asymmetric")
+    fused = fuse(folded, Transform(random_rotations(folded.config, seed=0)))
     scheme = Scheme(Grid(4), Grid(8, "asymmetric"), grid, grid)
-    rotations = random_rotations(model.config, seed=0)
-    params, online, _ = fuse(model.params, rotations, model.config)
-    params = pack(rtn(params, scheme), params, scheme)
+    network = pack(rtn(fused.replace(scheme=scheme)))
     tokens = jnp.asarray([[5, 6], [8, 9]])
 
     @jax.jit
     def step(tokens, state):
-        options = {"rotations": online, "scheme": scheme}
-        return decode_step(params, tokens, state, model.config, **options)
+        return decode_step(network, tokens, state)
 
     def logits():
-        state = empty_cache(model.config, 2, length, packed=scheme)
+        state = empty_cache(network, 2, length, packed=True)
         for i in range(2):
             out, state = step(tokens[:, i : i + 1], state)
         return out
@@ -145,7 +144,7 @@ def logits_of(model, length, implementation):
     expected = logits()
     with emulated(implementation, interpreter(implementation)):
         step.clear_cache()  # it knows nothing of what is emulated
-        state = empty_cache(model.config, 2, length, packed=scheme)
+        state = empty_cache(network, 2, length, packed=True)
         program = str(step.trace(tokens[:, :1], state).jaxpr)
         found = logits()
     return expected, found, program

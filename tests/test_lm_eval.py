@@ -27,7 +27,7 @@ def model(tiny):
 
 @pytest.fixture(scope="module")
 def logits_of(model):
-    return jax.jit(partial(forward, model.params, config=model.config))
+    return partial(jax.jit(forward), model.network)
 
 
 YAML = """
@@ -75,7 +75,7 @@ def test_lm_eval_agrees(model, logits_of, folder, tmp_path, monkeypatch, bos):
         bootstrap_iters=0,
         verbosity="ERROR",
     )["results"]
-    window = model.config.max_position_embeddings
+    window = model.network.config.max_position_embeddings
     for task in read_tasks(ZeroShot(tuple(LM_EVAL), str(folder), bos=bos), model):
         ours = scores(task, *log_likelihoods(logits_of, task.requests, window=window))
         for metric in LM_EVAL[task.name][-1]:

