@@ -7,33 +7,32 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from qrot.evaluate.perplexity import token_nll
+from qrot.calibrate.capture import mean_inputs
+from qrot.calibrate.moments import Moments, change_layers
+from qrot.evaluate.losses import token_nll
 from qrot.grid import Grid, quantise
-from qrot.kernels.fwht import fwht
 from qrot.hadamard.factors import hadamard_factors
+from qrot.kernels.fwht import fwht
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.rotate_quantize import rotate_quantize
-from qrot.calibrate.capture import mean_shifts
-from qrot.learn.end_to_end import cross_entropy
-from qrot.learn.loop import make_optimiser, update
+from qrot.learn.objectives.cross_entropy import cross_entropy
 from qrot.learn.settings import Learn
-from qrot.learn.start import starting_point
+from qrot.learn.starting_point import starting_point
+from qrot.learn.step import move, optimiser_state, update
 from qrot.model.forward import forward
-from qrot.network import fold_norms
 from qrot.model.params import Layers, Model
+from qrot.network import fold
 from qrot.quantize.gptq import Gptq, round_layer
-from qrot.calibrate.moments import Seen, layer_by_layer, weight_grids
 from qrot.rotation.random import RotationSites
-from qrot.rotation.forms import Rotations
-from qrot.scheme import Scheme
+from qrot.scheme import Scheme, layer_schemes
 
 
 def in_turn(
@@ -42,6 +41,11 @@ def in_turn(
     """Median seconds of each function, run in turn after one run that is not counted.
 
     In turn, so that a machine that slows down for a while does so for all of them.
+
+    Args:
+        functions: by name; what each returns is waited for.
+        rounds: that are counted.
+        advance: called after each run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
@@ -61,57 +65,58 @@ def peak_memory() -> int:
 
 
 def bench_learn(
-    model: Model, *, weight_bits: int, batch: int, length: int, rounds: int, advance
+    model: Model,
+    *,
+    weight_bits: int,
+    batch: int,
+    length: int,
+    rounds: int,
+    advance: Callable[[], None],
 ) -> dict[str, Any]:
     """Cost of one learning step (cross_entropy, W<weight_bits>A4KV4), part by part, in seconds.
 
     The parts add up to the step: forward is the fake-quantised pass without rotations, rotation
     what rotations add to it, backward the derivative, retraction the optimiser.
+
+    Args:
+        model: any.
+        weight_bits: of the weights in training.
+        batch: windows in a step.
+        length: of a window, in tokens.
+        rounds: that are counted, after one of warm-up.
+        advance: called after each run of a function.
     """
-    model = fold_norms(model)
-    params, config = model.params, model.config
-    cache = Grid(4, "asymmetric")
-    scheme = Scheme(Grid(weight_bits), Grid(4, "asymmetric"), cache, cache)
+    plain_network, a4 = fold(model.network), Grid(4, "asymmetric")
+    network = plain_network.replace(scheme=Scheme(Grid(weight_bits), a4, a4, a4))
     settings = Learn(objective="cross_entropy", start="hadamard", batch=batch, length=length)
-    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, config.vocab_size)
-    shifts = mean_shifts(model, np.asarray(tokens))
-    learned = starting_point(model, settings, scheme, RotationSites(), 0, shifts, None)
-    state = make_optimiser(settings, 1e-3).init(cast(Any, learned))
+    vocabulary = network.config.vocab_size
+    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, vocabulary)
+    shifts = mean_inputs(network, np.asarray(tokens))
+    transform = starting_point(network, settings, RotationSites(), 0, shifts)
+    state = optimiser_state(transform, settings)
 
-    plain = jax.jit(lambda p, t: token_nll(forward(p, t, config), t).mean())
-    loss = jax.jit(cross_entropy, static_argnums=(3, 4))
-    gradient = jax.jit(jax.value_and_grad(cross_entropy), static_argnums=(3, 4))
-    direction = jax.tree.map(jnp.ones_like, learned)
-
-    @jax.jit
-    def retract(gradient, state, learned):
-        return make_optimiser(settings, 1e-3).update(gradient, state, learned)
-
-    unrotated = learned.replace(rotations=Rotations(), scales=None)
+    plain = jax.jit(lambda network, tokens: token_nll(forward(network, tokens), tokens).mean())
+    loss, gradient = jax.jit(cross_entropy), jax.jit(jax.value_and_grad(cross_entropy))
+    retract = jax.jit(partial(move, rate=1e-3, settings=settings))
+    direction = jax.tree.map(jnp.ones_like, transform)
+    unrotated = transform.replace(rotations={}, scales={})
     seconds = in_turn(
         {
-            "plain": partial(plain, params, tokens),
-            "quantised": partial(loss, unrotated, params, tokens, config, scheme),
-            "rotated": partial(loss, learned, params, tokens, config, scheme),
-            "gradient": partial(gradient, learned, params, tokens, config, scheme),
-            "retraction": partial(retract, direction, state, learned),
+            "plain": partial(plain, plain_network, tokens),
+            "quantised": partial(loss, unrotated, network, tokens),
+            "rotated": partial(loss, transform, network, tokens),
+            "gradient": partial(gradient, transform, network, tokens),
+            "retraction": partial(retract, transform, direction, state),
             # `update` donates the optimiser's state, so each call gets a copy.
             "step": lambda: update(
-                learned,
-                jax.tree.map(jnp.copy, state),
-                params,
-                tokens,
-                1e-3,
-                config,
-                settings,
-                scheme,
+                transform, jax.tree.map(jnp.copy, state), network, tokens, 1e-3, settings
             ),
         },
         rounds,
         advance,
     )
     return {
-        "scheme": scheme.name,
+        "scheme": network.scheme.name,
         "tokens": batch * length,
         "plain": seconds["plain"],
         "step": seconds["step"],
@@ -152,23 +157,30 @@ def bench_gptq(
 
     capture: the windows' way through a layer, twice, and the Hessians on the way. The first layer
     is apart, since it compiles; the others are medians.
+
+    Args:
+        model: any.
+        bits: of the weights.
+        windows: of random tokens to calibrate on.
+        length: of a window, in tokens.
+        advance: called after each layer.
     """
-    model, marks = fold_norms(model), []
-    config, scheme = model.config, Scheme(Grid(bits, clip="mse"))
-    grids = weight_grids(scheme, config.num_hidden_layers)
-    shape = (windows, length)
+    scheme, marks = Scheme(Grid(bits, clip="mse")), []
+    network = fold(model.network).replace(scheme=scheme)
+    config, shape = network.config, (windows, length)
+    grids = layer_schemes(scheme, config.num_hidden_layers)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
 
-    def change(i: int, layer: Layers, seen: dict[str, Seen]) -> Layers:
-        jax.block_until_ready(seen)
+    def change(i: int, layer: Layers, moments: dict[str, Moments]) -> Layers:
+        jax.block_until_ready(moments)
         marks.append(time.perf_counter())
-        layer = round_layer(layer, seen, grids[i], Gptq(), f"layer {i}")
+        layer = round_layer(layer, moments, grids[i], Gptq(), f"layer {i}")
         jax.block_until_ready(layer)
         marks.append(time.perf_counter())
         return layer
 
     began = time.perf_counter()
-    layer_by_layer(model.params, config, rows, change, advance=advance)
+    change_layers(network, rows, change, advance=advance)
     spans = np.diff([began, *marks]).reshape(-1, 2)  # capture and solving of each layer
     capture, solve = np.median(spans[1:], axis=0)
     return {
@@ -204,6 +216,15 @@ KERNEL_FUNCTIONS = 12
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 
 
+class _Case(NamedTuple):
+    """A call of a kernel: the bytes that it moves, its operations; 0 where they do not matter."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    bytes: int
+    operations: int
+
+
 def bench_kernels(
     *, size: int, rows: int, rounds: int, advance: Callable[[], None]
 ) -> dict[str, Any]:
@@ -211,71 +232,23 @@ def bench_kernels(
 
     The ceilings are a copy (negated, so that it is none in name only), and the product of
     [rows, size] with [size, size] in float32 and in 8-bit integers, all by XLA.
-    Returns seconds, bytes moved and operations (0 where they do not matter) by name. Raises
-    InputError where size has no Hadamard matrix.
+
+    Args:
+        size: inputs and outputs of a product, and tokens in the cache.
+        rows: that are transformed or multiplied.
+        rounds: that are counted, after one of warm-up.
+        advance: called after each run of a kernel.
+
+    Returns:
+        Seconds, bytes moved and operations (0 where they do not matter) by name.
+
+    Raises:
+        InputError: where size has no Hadamard matrix.
     """
     hadamard_factors(size)
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-
-    def normal(*shape):
-        return jax.random.normal(next(keys), shape)
-
-    x, dense = normal(rows, size), normal(size, size)
-    half, token = x.astype(jnp.bfloat16), Grid(8, "asymmetric")
-    codes = quantise(x, token)
-    weight = jax.random.randint(next(keys), (1, size, size), -128, 128, jnp.int8)
-    packed = weight[:, : size // 2]
-    scale, sums = jnp.ones((1, size)), weight.sum(1, dtype=jnp.int32)
-    heads = (1, size, _KV_HEADS, _HEAD_DIM)
-    cache = [
-        append(empty_heads(heads, grid), quantise(normal(*heads), grid), (0, 0))
-        for grid in [Grid(4, "asymmetric")] * 2
-    ]
-    query, last = normal(1, 1, _HEADS, _HEAD_DIM), jnp.asarray(size - 1)
-    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    weights = packed.nbytes
-
-    def few(count: int):
-        part = jax.tree.map(lambda leaf: leaf[:count], codes)
-        return int4_matmul, (part, packed, scale, sums), weights, 0
-
-    product = 2 * rows * size**2
-    exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    integers = partial(jnp.matmul, preferred_element_type=jnp.int32)
-    cases: dict[str, tuple[Callable, tuple, int, int]] = {
-        "copy": (jnp.negative, (x,), 2 * x.nbytes, 0),
-        "product, f32": (exact, (x, dense), 0, product),
-        "product, int8": (integers, (codes.codes, weight[0]), 0, product),
-        "fwht, f32": (fwht, (x,), 2 * x.nbytes, 0),
-        "fwht, bf16": (fwht, (half,), 2 * half.nbytes, 0),
-        "rotate_quantize, f32": (
-            partial(rotate_quantize, grid=Grid(4, "asymmetric")),
-            (x,),
-            x.nbytes + x.size,
-            0,
-        ),
-        "rotate_quantize, bf16": (
-            partial(rotate_quantize, grid=Grid(4, "asymmetric")),
-            (half,),
-            half.nbytes + half.size,
-            0,
-        ),
-        "int8_matmul": (int8_matmul, (codes, weight, scale, sums), 0, product),
-        "int4_matmul": (int4_matmul, (codes, packed, scale, sums), 0, product),
-        "int4_matmul, 16 rows": few(16),
-        "int4_matmul, 1 row": few(1),
-        "kv4, one token": (
-            lambda q, k, v, first: attend(q, k, v, first=first),
-            (query, *cache, last),
-            cached,
-            0,
-        ),
-    }
+    cases = _kernel_cases(size, rows)
     seconds = in_turn(
-        {
-            name: partial(jax.jit(function), *arguments)
-            for name, (function, arguments, *_) in cases.items()
-        },
+        {name: partial(jax.jit(case.function), *case.arguments) for name, case in cases.items()},
         rounds,
         advance,
     )
@@ -288,13 +261,63 @@ def bench_kernels(
         "kernels": {
             name: {
                 "seconds": seconds[name],
-                "bytes": moved,
-                "operations": operations,
-                "own": _has_kernel(function, arguments),
+                "bytes": case.bytes,
+                "operations": case.operations,
+                "own": _has_kernel(case.function, case.arguments),
             }
-            for name, (function, arguments, moved, operations) in cases.items()
+            for name, case in cases.items()
         },
     }
+
+
+def _kernel_cases(size: int, rows: int) -> dict[str, _Case]:
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape)
+
+    x, dense = normal(rows, size), normal(size, size)
+    half, token = x.astype(jnp.bfloat16), Grid(8, "asymmetric")
+    codes = quantise(x, token)
+    weight = jax.random.randint(next(keys), (1, size, size), -128, 128, jnp.int8)
+    packed = weight[:, : size // 2]
+    scale, sums = jnp.ones((1, size)), weight.sum(1, dtype=jnp.int32)
+
+    def few(count: int) -> _Case:
+        part = jax.tree.map(lambda leaf: leaf[:count], codes)
+        return _Case(int4_matmul, (part, packed, scale, sums), packed.nbytes, 0)
+
+    product = 2 * rows * size**2
+    exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    integers = partial(jnp.matmul, preferred_element_type=jnp.int32)
+    rounded = partial(rotate_quantize, grid=Grid(4, "asymmetric"))
+    return {
+        "copy": _Case(jnp.negative, (x,), 2 * x.nbytes, 0),
+        "product, f32": _Case(exact, (x, dense), 0, product),
+        "product, int8": _Case(integers, (codes.codes, weight[0]), 0, product),
+        "fwht, f32": _Case(fwht, (x,), 2 * x.nbytes, 0),
+        "fwht, bf16": _Case(fwht, (half,), 2 * half.nbytes, 0),
+        "rotate_quantize, f32": _Case(rounded, (x,), x.nbytes + x.size, 0),
+        "rotate_quantize, bf16": _Case(rounded, (half,), half.nbytes + half.size, 0),
+        "int8_matmul": _Case(int8_matmul, (codes, weight, scale, sums), 0, product),
+        "int4_matmul": _Case(int4_matmul, (codes, packed, scale, sums), 0, product),
+        "int4_matmul, 16 rows": few(16),
+        "int4_matmul, 1 row": few(1),
+        "kv4, one token": _attention(size, normal),
+    }
+
+
+def _attention(size: int, normal: Callable[..., jax.Array]) -> _Case:
+    """One token that looks back on a cache of so many."""
+    heads, grid = (1, size, _KV_HEADS, _HEAD_DIM), Grid(4, "asymmetric")
+    cache = [
+        append(empty_heads(heads, grid), quantise(normal(*heads), grid), (0, 0)) for _ in range(2)
+    ]
+    query, last = normal(1, 1, _HEADS, _HEAD_DIM), jnp.asarray(size - 1)
+    cached = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    return _Case(
+        lambda q, k, v, first: attend(q, k, v, first=first), (query, *cache, last), cached, 0
+    )
 
 
 def _has_kernel(function: Callable, arguments: tuple) -> bool:

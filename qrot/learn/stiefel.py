@@ -56,8 +56,11 @@ def reorthonormalise(
     """Pull nearly orthogonal matrices back: R <- R (3 I - R^T R) / 2, a Newton-Schulz step.
 
     An error e becomes 3/4 e^2, towards the nearest orthogonal matrix (Björck and Bowie 1971, "An
-    iterative algorithm for computing the best estimate of an orthogonal matrix"). Needs singular
-    values below sqrt(3).
+    iterative algorithm for computing the best estimate of an orthogonal matrix").
+
+    Args:
+        rotation: with singular values below sqrt(3).
+        steps: to take.
     """
     for _ in range(steps):
         rotation = 1.5 * rotation - 0.5 * _matmul(rotation, _matmul(rotation.mT, rotation))
@@ -69,9 +72,13 @@ def from_skew(
 ) -> Float[Array, "*stack n n"]:
     """Return R = R0 (I - S)(I + S)^-1 for the base R0 and the skew part S of `skew`.
 
-    A parametrisation for any optimiser: start at zeros (R = R0) and differentiate through it. Only
-    the skew part counts, so that an optimiser need not keep its updates skew. Reaches every R in
-    the component of R0 for which R0^T R has no eigenvalue -1 (Cayley 1846).
+    A parametrisation for any optimiser: start at zeros (R = R0) and differentiate through it.
+    Reaches every R in the component of R0 for which R0^T R has no eigenvalue -1 (Cayley 1846).
+
+    Args:
+        skew: of which only the skew part counts, so that an optimiser need not keep its updates
+            skew.
+        base: R0.
     """
     s = _skew(skew)
     # (I - S)(I + S)^-1 = 2 (I + S)^-1 - I, and (I + S)^T = I - S: one solve, no product.
@@ -84,8 +91,13 @@ def to_skew(
 ) -> Float[Array, "*stack n n"]:
     """Return the skew S with R = R0 (I - S)(I + S)^-1, the inverse of `from_skew`.
 
-    Not finite, or huge, where R0^T R has an eigenvalue at or near -1 (a half turn), as it has
-    whenever the determinants of R and R0 differ.
+    Args:
+        rotation: R.
+        base: R0.
+
+    Returns:
+        S; not finite, or huge, where R0^T R has an eigenvalue at or near -1 (a half turn), as it
+        has whenever the determinants of R and R0 differ.
     """
     # The Cayley transform is its own inverse.
     return _skew(cayley(_matmul(base.mT, rotation)))
@@ -118,7 +130,12 @@ _RETRACTIONS = {"cayley": _retract_cayley, "fixed_point": _retract_fixed_point}
 
 
 class StiefelState(NamedTuple):
-    """State of a transform on the group: `steps` done and the `inner` transform's state."""
+    """State of a transform on the group.
+
+    Attributes:
+        steps: done.
+        inner: state of the inner transform.
+    """
 
     steps: Array
     inner: Any
@@ -221,6 +238,12 @@ def cayley_adam(
     moment a matrix where this keeps one a plane. The learning rate is about the angle, in radians,
     that each plane of two rotated channels turns in a step; the size of the gradient cancels, so
     that the step needs no bound.
+
+    Args:
+        learning_rate: a number or an optax schedule.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
     """
     return _on_group(optax.scale_by_adam(b1, b2, eps), learning_rate)
 
@@ -250,8 +273,12 @@ def cayley_muon(learning_rate: Rate, momentum: Number = 0.8) -> optax.GradientTr
     Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", here for a skew
     M, whose polar factor D is skew again with singular values of about 1. A step is steepest
     descent under a bound on the spectral norm, and the learning rate about the angle in radians of
-    every turn. Neither the gradient's size nor its conditioning matters. It does not slow
+    every plane. Neither the gradient's size nor its conditioning matters. It does not slow
     down by itself near an optimum: use a schedule that ends at 0.
+
+    Args:
+        learning_rate: a number or an optax schedule.
+        momentum: decay of the heavy ball.
     """
     orthogonalise = optax.stateless(lambda updates, _: jax.tree.map(_orthogonalise, updates))
     return _on_group(
@@ -266,16 +293,23 @@ def with_skew(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     the S of the step. So S never grows to the half turn that a fixed base cannot reach, and the
     wrapped transform acts on R itself. Decaying S means nothing here and does nothing. Adam in it
     is `cayley_adam` at twice the learning rate.
+
+    Args:
+        optimizer: of the entries of S.
     """
     # R (I - S)(I + S)^-1 = R Cayley(2 S).
     return _on_group(optax.chain(optax.scale(-2.0), optimizer, optax.scale(2.0)), 1.0)
 
 
 class QRState(NamedTuple):
-    """State of `qr_optimizer`: the upper `triangle` T of the latent Z = R T, the `inner` state.
+    """State of `qr_optimizer`.
 
-    T has a positive diagonal. As Z itself is not stored, params that the caller replaces (a
-    rollback to the best R) stay consistent with it.
+    As the latent Z = R T itself is not stored, params that the caller replaces (a rollback to the
+    best R) stay consistent with it.
+
+    Attributes:
+        triangle: T, upper triangular with a positive diagonal.
+        inner: state of the inner transform.
     """
 
     triangle: Any
@@ -292,7 +326,10 @@ def _signed_qr(z: Array) -> tuple[Array, Array]:
 def qr_parametrisation(latent: Float[Array, "*stack n n"]) -> Float[Array, "*stack n n"]:
     """Return the R of Z = R T, T upper triangular with a positive diagonal (DartQuant's QR-Orth).
 
-    Differentiable for invertible Z. Shao et al. 2025, "DartQuant".
+    Shao et al. 2025, "DartQuant".
+
+    Args:
+        latent: Z; differentiable where it is invertible.
     """
     return _signed_qr(latent)[0]
 
@@ -303,6 +340,9 @@ def qr_optimizer(inner: optax.GradientTransformation) -> optax.GradientTransform
     With M = R^T G, the gradient is dL/dZ = R tril(M - M^T, -1) T^-T, from Z = R T and no second
     factorisation. Shao et al. 2025, "DartQuant", "QR-Orth". It is orthogonal to Z column by
     column: Z grows, and the more so the larger the steps, which slows later steps down.
+
+    Args:
+        inner: of the entries of Z.
     """
 
     def init(params):
