@@ -114,6 +114,30 @@ def test_without_lm_eval_the_extra_is_named():
             import qrot.evaluate.lm_eval  # noqa: F401
 
 
+@pytest.mark.parametrize("continuation", ["a", "ab", "ba", "aa"])
+@pytest.mark.parametrize("prefix", [0, 1, 9])
+def test_an_empty_context_is_that_of_lm_eval(continuation, prefix):
+    """But for a text that is the prefix itself, of which lm-eval scores nothing: log-likelihood 0,
+    the best there is. Here it follows another prefix."""
+    pytest.importorskip("lm_eval")
+    from types import SimpleNamespace
+
+    from lm_eval.api.model import TemplateLM
+
+    tokenizer = characters()
+    stub = SimpleNamespace(
+        prefix_token_id=prefix,
+        tok_encode=lambda text, **_: tokenizer.encode(text).ids,
+        _loglikelihood_tokens=lambda requests, **_: requests,
+    )
+    ((_, before, after),) = TemplateLM.loglikelihood(stub, [Ask("", continuation)], True)
+    found = encode_pair(tokenizer, "", continuation, bos=None, prefix=prefix)
+    if not after:
+        before, after = [prefix], [prefix]
+    assert found.tokens.tolist() == before + after
+    assert found.scored == len(after) > 0
+
+
 @pytest.mark.parametrize("context", ["ab", "ab ", "b  ", "a\n", "a b", " a"])
 @pytest.mark.parametrize("continuation", ["ab", " ab", "\nb", " "])
 def test_the_cut_is_that_of_lm_eval(context, continuation):

@@ -17,7 +17,7 @@ from tokenizers import models as tokenizer_models
 
 from qrot.errors import InputError
 from qrot.model.config import RopeScaling
-from qrot.model.io.load import digest, load
+from qrot.model.io.load import digest, load, local_config, open_model
 from qrot.model.io.tokenizer import encode
 
 MODULES = {
@@ -331,6 +331,39 @@ def test_digest(tmp_path, cache):
     assert digest([file]) != first
 
 
+def test_a_file_of_the_same_size_and_time_has_a_digest_of_its_own(tmp_path):
+    """As `cp -p` leaves it, written over the old one or put in its place."""
+    file, times, found = tmp_path / "file", (10**9, 10**9), []
+    for content, replace in [(b"1", False), (b"2", False), (b"3", True)]:
+        if replace:
+            file.unlink()
+        file.write_bytes(content)
+        os.utime(file, times)
+        found.append(digest([file]))
+    assert len(set(found)) == 3
+
+
+def test_all_tokens_that_end_a_text(tmp_path):
+    def ends(generation=None, **changes):
+        models.write_folder(tmp_path, "llama", **changes)
+        file = tmp_path / "generation_config.json"
+        file.unlink(missing_ok=True)
+        if generation is not None:
+            file.write_text(json.dumps(generation))
+        return load(str(tmp_path)).network.config
+
+    assert ends(eos_token_id=[7, 9, 8]).eos_token_ids == (7, 9, 8)
+    assert ends(eos_token_id=7).eos_token_ids == (7,)
+    assert ends(eos_token_id=[]).eos_token_ids == ()
+    assert ends({"eos_token_id": [9, 7]}, eos_token_id=7).eos_token_ids == (7, 9)
+    assert ends({"eos_token_id": 5}, eos_token_id=[7, 9]).eos_token_ids == (7, 9, 5)
+    assert ends({"temperature": 1.0}, eos_token_id=7).eos_token_ids == (7,)
+    assert ends({"eos_token_id": None}, eos_token_id=7).eos_token_ids == (7,)
+    assert ends(eos_token_id=[7, 9], bos_token_id=3).prefix_token_id == 3
+    assert ends(eos_token_id=[7, 9], bos_token_id=[]).prefix_token_id == 7
+    assert ends(eos_token_id=[], bos_token_id=[]).prefix_token_id is None
+
+
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
@@ -353,21 +386,32 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
 
 
 def test_hub(tmp_path, monkeypatch):
-    models.write_folder(tmp_path / "snapshot")
+    commit, asked = "0123456789" * 4, []
+    for folder in ("snapshot", commit):
+        models.write_folder(tmp_path / folder)
 
-    def download(name, allow_patterns):
+    def download(name, revision, allow_patterns):
         if name != "some/model":
             raise RuntimeError("404: no such repository\nmore")
-        return str(tmp_path / "snapshot")
+        asked.append(revision)
+        return str(tmp_path / ("snapshot" if revision == "no-commit" else commit))
 
     monkeypatch.setitem(
         sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download)
     )
-    model = load("some/model")
-    assert model.name == "some/model"
-    same(model.network.params, load(str(tmp_path / "snapshot")).network.params)
+    model, local = load("some/model"), load(str(tmp_path / commit))
+    assert (model.name, model.revision, local.revision) == ("some/model", commit, "")
+    same(model.network.params, local.network.params)
+    for name in ("v1.0", "refs/pr/3", commit[:7]):
+        opened = open_model(f"some/model@{name}")
+        assert opened.revision == opened.model(opened.read()).revision == commit
+    assert asked == [None, "v1.0", "refs/pr/3", commit[:7]]
+    assert load("some/model@no-commit").revision == ""  # of another layout than the hub's cache
+    with pytest.raises(InputError, match="there is no model 'some/model@'"):
+        load("some/model@")
     with pytest.raises(InputError, match=r"other/model .*hub: 404: no such repository$"):
         load("other/model")
+    assert local_config("some/model") is local_config("some/model@v1.0") is None
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"pip install qrot\[hub\]"):
         load("some/model")

@@ -114,6 +114,16 @@ def test_gguf_is_the_folder(tmp_path, variant):
     assert file.note == ""
 
 
+def test_all_tokens_that_end_a_text(tmp_path):
+    config = models.config_json("llama")
+    tensors = models.weights(config)
+    ids = {f"tokenizer__ggml__{kind}_token_id": i for kind, i in [("eot", 9), ("eom", 8)]}
+    write_gguf(tmp_path / "model.gguf", config, tensors, **ids)
+    assert load(str(tmp_path / "model.gguf")).network.config.eos_token_ids == (2, 9, 8)
+    write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer__ggml__eot_token_id=2)
+    assert load(str(tmp_path / "model.gguf")).network.config.eos_token_ids == (2,)
+
+
 def test_gguf_rope(tmp_path):
     path = tmp_path / "model.gguf"
     config = models.config_json("llama", rope_theta=5e5)

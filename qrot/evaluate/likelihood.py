@@ -24,10 +24,15 @@ TOKENS = 1024  # in a batch: many short rows or few long ones, all about equally
 
 
 class Request(NamedTuple):
-    """A context and its continuation, in tokens."""
+    """A context and its continuation, in tokens.
+
+    Attributes:
+        tokens: of both.
+        scored: how many of them, the last ones, are the continuation's.
+    """
 
     tokens: Int[np.ndarray, " tokens"]
-    scored: int  # the last ones: the continuation
+    scored: int
 
 
 def encode_pair(
@@ -38,8 +43,16 @@ def encode_pair(
     Spaces at the end of the context go to the continuation first, as most tokens begin with one
     (so does lm-eval).
 
-    bos: put in front; None for nothing. prefix: what stands for a context that is empty.
-    Raises InputError where the continuation has no token of its own, or there is no prefix.
+    Args:
+        tokenizer: of the package `tokenizers`.
+        context: what is read.
+        continuation: what is scored.
+        bos: put in front; None for nothing.
+        prefix: what stands for a context that is empty. A text that begins with it itself has it
+            for its context, as lm-eval takes it, unless nothing would be left to be scored.
+
+    Raises:
+        InputError: where the continuation has no token of its own, or there is no prefix.
     """
     bare = context.rstrip()
     whole = encode(tokenizer, context + continuation)
@@ -52,7 +65,7 @@ def encode_pair(
         return Request(whole, scored)
     if prefix is None:
         raise InputError("a context is empty, and the model has no BOS or EOS to stand for it")
-    if whole[0] == prefix:
+    if whole[0] == prefix and scored > 1:
         return Request(whole, scored - 1)
     return Request(np.concatenate([[prefix], whole]).astype(np.int32), scored)
 
@@ -65,13 +78,22 @@ def log_likelihoods(
     tokens: int = TOKENS,
     advance: Callable[[int], object] = lambda done: None,
 ) -> tuple[Float[np.ndarray, " requests"], Bool[np.ndarray, " requests"]]:
-    """The log-likelihood of each continuation in nats, summed over its tokens, and whether it is
-    what greedy decoding would write.
+    """Score continuations.
 
-    logits_of: jit-compiled logits of a batch of rows, as for `mean_nll`.
-    window: the tokens that the model reads at once; of what is longer the beginning is left out.
-    tokens: in a batch. advance: told the requests done after a batch.
-    Raises InputError where a continuation alone is longer than the window.
+    Args:
+        logits_of: jit-compiled logits of a batch of rows, as for `mean_nll`.
+        requests: contexts and continuations.
+        window: the tokens that the model reads at once; of what is longer the beginning is left
+            out.
+        tokens: in a batch.
+        advance: told the requests done after a batch.
+
+    Returns:
+        The log-likelihood of each continuation in nats, summed over its tokens, and whether it is
+        what greedy decoding would write.
+
+    Raises:
+        InputError: where a continuation alone is longer than the window.
     """
     rows = [_cut(request, window) for request in requests]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].tokens), reverse=True)

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from qrot.errors import InputError
 from qrot.evaluate.likelihood import Request, encode_pair, log_likelihoods
-from qrot.model.params import Model
 from qrot.model.io.tokenizer import encode
+from qrot.model.params import Model
 
 try:
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
@@ -32,8 +32,7 @@ except ImportError as error:
 class LikelihoodModel(LM):
     """A logits function with the tokenizer and the window of a model.
 
-    bos: whether a BOS token stands before every context. An empty context is BOS, or EOS where the
-    model has no BOS, with or without it.
+    An empty context is BOS, or EOS where the model has no BOS, with or without `bos`.
     """
 
     def __init__(
@@ -43,14 +42,24 @@ class LikelihoodModel(LM):
         *,
         bos: bool = False,
     ):
+        """Wrap a network.
+
+        Args:
+            logits_of: jit-compiled logits of a batch of rows.
+            model: whose tokenizer and window are used.
+            bos: whether a BOS token stands before every context.
+
+        Raises:
+            InputError: where BOS is asked of a model without.
+        """
         super().__init__()
-        config = model.config
+        config = model.network.config
         if bos and config.bos_token_id is None:
             raise InputError("bos: this model has no BOS token")
         self._logits_of, self._tokenizer = logits_of, model.tokenizer
         self._window = config.max_position_embeddings
         self._bos = config.bos_token_id if bos else None
-        self._prefix = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
+        self._prefix = config.prefix_token_id
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False

@@ -71,11 +71,12 @@ class Task(NamedTuple):
 def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
     """The tasks of a configuration.
 
-    Raises InputError, with file and line, where one cannot be read, a row is not of the kind of
-    the first, or the model cannot be asked it.
+    Raises:
+        InputError: with file and line, where one cannot be read, a row is not of the kind of the
+            first, or the model cannot be asked it.
     """
-    bos, eos = model.config.bos_token_id, model.config.eos_token_id
-    if settings.bos and bos is None:
+    config = model.network.config
+    if settings.bos and config.bos_token_id is None:
         raise InputError("zeroshot.bos: this model has no BOS token")
     found = []
     for task in settings.tasks:
@@ -88,8 +89,8 @@ def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
                     encode_pair(
                         model.tokenizer,
                         *pair,
-                        bos=bos if settings.bos else None,
-                        prefix=eos if bos is None else bos,
+                        bos=config.bos_token_id if settings.bos else None,
+                        prefix=config.prefix_token_id,
                     )
                     for pair in pairs(kind, row, settings.separator)
                 ]

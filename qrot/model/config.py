@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class RopeScaling:
     """Frequency scaling of the rotary embedding.
 
-    kind `linear`: every frequency is divided by `factor`. kind `llama3`: frequencies whose
-    wavelength exceeds original_max_position_embeddings / low_freq_factor are divided by `factor`,
-    those below original_max_position_embeddings / high_freq_factor stay, and those between are
-    blended (Llama 3.1).
+    Attributes:
+        kind: `linear`: every frequency is divided by `factor`. `llama3` (Llama 3.1): frequencies
+            whose wavelength exceeds original_max_position_embeddings / low_freq_factor are divided
+            by `factor`, those below original_max_position_embeddings / high_freq_factor stay, and
+            those between are blended.
     """
 
     kind: str
@@ -24,9 +25,17 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only model with RMSNorm, rotary embedding and a gated MLP."""
+    """A decoder-only model with RMSNorm, rotary embedding and a gated MLP.
 
-    architecture: str  # llama, mistral, qwen2, qwen3
+    Attributes:
+        architecture: llama, mistral, qwen2 or qwen3.
+        sliding_window: tokens that a layer may look back on, itself included; one entry a layer, 0
+            for no limit. None: no layer has a limit.
+        bos_token_id: what texts begin with; None where the model has none.
+        eos_token_ids: the tokens that end a text, the usual one first; () where the model has none.
+    """
+
+    architecture: str
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -38,10 +47,13 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
-    # Tokens that a layer may look back on, itself included; one entry per layer, 0 for no limit.
-    # None: no layer has a limit.
     sliding_window: tuple[int, ...] | None = None
     tie_word_embeddings: bool = False
-    # The special ids that text protocols may need; None where the model has none.
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What stands for an empty context: BOS, or the first EOS where there is no BOS."""
+        first = next(iter(self.eos_token_ids), None)
+        return first if self.bos_token_id is None else self.bos_token_id

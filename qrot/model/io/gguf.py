@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 
 from qrot.errors import InputError, located
+from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.io.assemble import (
     EMBED,
     HEAD,
@@ -27,7 +28,6 @@ from qrot.model.io.assemble import (
     map_file,
     release,
 )
-from qrot.model.config import ModelConfig, RopeScaling
 from qrot.sites import PROJECTIONS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM are stored as llama
@@ -67,6 +67,8 @@ _KEYS = {
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 }
+# What ends a text, and a turn or a message of a dialogue: llama.cpp stops at each.
+_ENDS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
 _SCALARS = {  # GGUF value type -> struct format
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
@@ -75,10 +77,18 @@ _STRING, _ARRAY = 8, 9
 
 
 def open_gguf(path: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str, Any], str]:
-    """Open a GGUF file: configuration, what reads the parameters, metadata, and a note.
+    """Open a GGUF file.
 
-    The note says which quantised types were dequantised, most numbers first ("" if none).
-    Raises InputError for a file that is not GGUF, is truncated, or holds a model that qrot lacks.
+    Args:
+        path: of the file.
+        dtype: of the parameters.
+
+    Returns:
+        The configuration, what reads the parameters, the metadata, and a note that says which
+        quantised types were dequantised, most numbers first ("" if none).
+
+    Raises:
+        InputError: for a file that is not GGUF, is truncated, or holds a model that qrot lacks.
     """
     memory = map_file(path)
     try:
@@ -237,7 +247,7 @@ def _config(
         max_position_embeddings=integer("context_length"),
         tie_word_embeddings="output.weight" not in infos,
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(metadata[key] for key in _ENDS if key in metadata)),
     )
 
 

