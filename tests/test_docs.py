@@ -13,7 +13,7 @@ import sys
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,17 @@ from runs import CALIBRATION
 
 import qrot
 from qrot.cli import app
-from qrot.run.config import (
-    METHODS,
-    RunConfig,
-    _section,
-    find_config,
-    read_config,
-    to_yaml,
-)
-from qrot.study.sweep import read_sweep
 from qrot.grid import Grid
 from qrot.hadamard.factors import hadamard_factors
-from qrot.network import fold_norms
+from qrot.network import fold
+from qrot.quantize.keep import load_network
+from qrot.quantize.registry import WEIGHT_METHODS
 from qrot.quantize.rtn import weight_scale_and_zero
 from qrot.rotation.random import RotationSites, random_rotations
-from qrot.rotation.forms import Learned
-from qrot.scheme import Scheme
+from qrot.rotation.transform import Transform
+from qrot.run.config import RunConfig, WeightSettings, to_yaml
+from qrot.run.read import find_config, read_config
+from qrot.study.sweep import read_sweep
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -118,20 +113,24 @@ def defaults(kind, path="", seen=None):
     seen.add(kind)
     below = []
     for field in fields(kind):
-        key, hint = f"{path}{field.name}", _section(get_type_hints(kind)[field.name])
-        hint = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        key, hint = f"{path}{field.name}", get_type_hints(kind, include_extras=True)[field.name]
         default = None if field.default_factory is not MISSING else field.default
         yield key, "needed" if default is MISSING else default
-        if is_dataclass(hint):
-            below.append((hint, f"{key}."))
+        if hint == WeightSettings:
+            below += [(method.settings, f"{key}.") for method in WEIGHT_METHODS.values()]
+        below += [(k, f"{key}.") for k in [hint, *get_args(hint)] if is_dataclass(k)]
     for hint, prefix in below:
         yield from defaults(hint, prefix, seen)
 
 
 def test_the_settings_page_has_every_key_with_its_default(hook):
     text = "\n".join(hook.sections(hook.read(Path(qrot.__file__).parent), "RunConfig"))
-    rows = dict(re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]*) \|$", text, re.MULTILINE))
-    expected = dict(defaults(RunConfig))
+    found = re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]*) \|$", text, re.MULTILINE)
+    # Sections of weights have keys of one name, the last of which counts on either side.
+    own = {"weights.method", "weights.seed", "weights.damping", "weights.steps"}
+    rows = {key: default for key, default in found if key not in own}
+    assert own <= {key for key, _ in found}
+    expected = {key: default for key, default in defaults(RunConfig) if key not in own}
     assert rows.keys() == expected.keys()
     assert len(rows) > 90
     for key, default in expected.items():
@@ -143,8 +142,9 @@ def test_the_settings_page_has_every_key_with_its_default(hook):
             shown = yaml.safe_load(rows[key].strip("`"))
             shown = float(shown) if isinstance(default, float) else shown
             assert shown == (list(default) if isinstance(default, tuple) else default), key
-    assert METHODS[0] in rows["methods"]
+    assert RunConfig().methods[0] in rows["methods"]
     assert "- `damping`: what is added" in text
+    assert "## weights: {method: gptq}" in text
     assert "runs/&lt;name of the config file>" in text
 
 
@@ -153,16 +153,14 @@ def test_the_settings_page_is_made_of_it(hook):
     page = (DOCS / "settings.md").read_text()
     made = hook.on_page_markdown(page, config)
     assert hook.MARK in page
-    assert "`learn.objective` | `cross_entropy`, `kl`," in made
+    assert "`learn.objective` | `cross_entropy`, `fisher`, `kl`, `kl_top`," in made
     assert hook.on_page_markdown("# another", config) == "# another"
 
 
 def test_docstrings_become_lists(hook):
-    text = "What.\n\nkeys, values: of the\n  cache. b: not\nfirst: one.\nRaises X.\nother: no"
-    assert hook.itemised(text, ["keys", "values", "first"]) == (
-        "What.\n\n- `keys`, `values`: of the\n    cache. b: not\n- `first`: one.\n\nRaises X.\n"
-        "other: no"
-    )
+    text = "What.\n\nAttributes:\n    keys: of the\n        cache <x>.\n    first: one."
+    made = "What.\n\n- `keys`: of the\n    cache &lt;x>.\n- `first`: one."
+    assert hook.itemised(text) == made
 
 
 # own-method.md
@@ -174,19 +172,9 @@ def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "qrot", folder / "qrot", ignore=shutil.ignore_patterns("__pycache__"))
     for kind, text in blocks(DOCS / "own-method.md"):
-        if not (named := re.fullmatch(r'(\w+) title="(.*)"', kind)):
-            continue
-        file = folder / named[2]
-        if named[1] == "python":
-            assert not file.exists()
-            file.write_text(text)
-            continue
-        lines = text.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        new = "".join(line[1:] for line in lines if line[0] in " +")
-        source = file.read_text()
-        assert source.count(old) == 1, f"{named[2]} has not these lines:\n{old}"
-        file.write_text(source.replace(old, new))
+        if named := re.fullmatch(r'python title="(.*)"', kind):
+            assert not (folder / named[1]).exists()
+            (folder / named[1]).write_text(text)
     return folder
 
 
@@ -211,7 +199,7 @@ def test_methods_of_the_page_run(own, config):
     settings = yaml.safe_load(to_yaml(config))
     settings["methods"].insert(1, "random_householder")
     settings["learn"]["objective"] = "tail"
-    settings["weight_method"] = "stochastic"
+    settings["weights"] = {"method": "stochastic", "seed": 1}
     (own / "own.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "qrot.cli", "run", str(own / "own.yaml")]
     environment = {
@@ -222,39 +210,40 @@ def test_methods_of_the_page_run(own, config):
     }
     ran = subprocess.run(command, cwd=own, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    full, turned, learned = json.loads((Path(config.out) / "results.json").read_text())["rows"]
-    assert (turned["method"], turned["seed"]) == ("random_householder", 0)
-    assert turned["reflections"] == 8
-    assert turned["weight_method"] == learned["weight_method"] == "stochastic"
+    rows = json.loads((Path(config.out) / "results.json").read_text())["rows"]
+    full, reflected, learned = rows
+    assert (reflected["method"], reflected["seed"]) == ("random_householder", 0)
+    assert reflected["reflections"] == 8
+    assert reflected["weight_method"] == learned["weight_method"] == "stochastic"
     assert learned["objective"] == "tail"
-    for row in (turned, learned):
+    for row in (reflected, learned):
         assert math.isfinite(row["nll"])
         assert row["nll"] != full["nll"]
+    export = [*command[:3], "export", config.out, "--format", "npz", "--out", str(own / "values")]
+    ran = subprocess.run(export, cwd=own, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    network, about = load_network(Path(config.out) / "network.safetensors")
+    assert about["weights"] == {"method": "stochastic", "seed": 1}
+    written = np.load(own / "values" / "weights.npz")["2.down"]
+    np.testing.assert_array_equal(written, network.params.layers.down.weight[2])
 
 
 def test_the_objective_is_the_loss_of_the_worst_tenth(own, variant):
-    model = fold_norms(variant("llama"))
+    network = fold(variant("llama").network)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, (2, 21)), jnp.int32)
-    learned = Learned(random_rotations(model.config, 0, sites=RotationSites(down=False)))
-    tail = loaded(own, "learn/tail.py").tail
-    logits = loaded(own, "learn/tail.py").quantised_logits(
-        learned, model.params, tokens, model.config, Scheme()
-    )
-    log_p = np.asarray(jax.nn.log_softmax(logits))[:, :-1]
-    nll = -np.take_along_axis(log_p, np.asarray(tokens)[:, 1:, None], axis=-1)
+    transform = Transform(random_rotations(network.config, 0, sites=RotationSites(down=False)))
+    module = loaded(own, "learn/objectives/tail.py")
+    log_p = jax.nn.log_softmax(module.quantised_logits(transform, network, tokens))[:, :-1]
+    nll = -np.take_along_axis(np.asarray(log_p), np.asarray(tokens)[:, 1:, None], axis=-1)
     expected = np.sort(nll.ravel())[-4:].mean()  # of 40
-    found = tail(learned, model.params, tokens, model.config, Scheme())
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    assert float(module.tail(transform, network, tokens)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_reflections_are_a_rotation(own, variant, config):
-    inputs = SimpleNamespace(model=variant("llama"), config=config)
+    inputs = SimpleNamespace(network=variant("llama").network, config=config)
+    module = loaded(own, "run/methods/householder.py")
     first, again, other = (
-        np.asarray(
-            loaded(own, "experiment/householder.py")
-            .random_householder(inputs, "", seed)[0]
-            .rotations.residual
-        )
+        module.random_householder(inputs, "", seed).transform.rotations["residual"].dense()
         for seed in (0, 0, 1)
     )
     np.testing.assert_allclose(first @ first.T, np.eye(48), atol=1e-6)
@@ -265,11 +254,12 @@ def test_the_reflections_are_a_rotation(own, variant, config):
 
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 def test_stochastic_rounding_is_right_on_average(own, variant, kind):
-    params = variant("llama").params
+    params = variant("llama").network.params
     module = loaded(own, "quantize/stochastic.py")
     weight, grid = params.layers.up.weight[1], Grid(4, kind)
     scale, _ = weight_scale_and_zero(weight, grid)
-    draws = [module._round(weight, grid, key) for key in jax.random.split(jax.random.key(0), 40)]
+    keys = jax.random.split(jax.random.key(0), 40)
+    draws = [module._round(weight, grid, key)[0] for key in keys]
     steps = np.asarray(jnp.stack(draws) / scale)
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
     off = steps - np.asarray(weight / scale)
@@ -295,7 +285,7 @@ def test_large_models_have_hadamard_matrices_and_the_published_protocol(name):
     assert config.scheme.name == "W4A4KV4"
     assert (config.evaluate.length, config.evaluate.count, config.evaluate.bos) == (2048, None, 0)
     assert (config.data.source, config.data.join) == ("wikitext2", "rows")
-    assert (config.weight_method, config.trained_weight_bits) == ("gptq", 16)
+    assert (config.weight_method.name, config.trained_weight_bits) == ("gptq", 16)
     head = (ROOT / "configs" / f"{name}.yaml").read_text().split("\nmodel: ")[0]
     assert "NOT RUN HERE" in head
     assert "Cost, estimated: " in head
