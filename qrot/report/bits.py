@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qrot.report.tables import row_words
+from qrot.run.results import row_name
 
 _WIDTH = 60  # layers in a line
 _COLOURS = ("grey70", "sky_blue1", "green3", "yellow3", "orange1", "red3")  # few bits to many
@@ -31,10 +31,10 @@ def _maps(row: dict[str, Any], mixed: dict[str, Any]) -> list[Group]:
     names = sorted({b for column in bits.values() for b in column}, key=int)
     colours = dict(zip(names, _COLOURS, strict=False))
     width = max(len(b) for b in names)
-    maps = []
+    name, maps = row_name(row["method"], row["seed"]), []
     for start in range(0, layers, _WIDTH // width):
         stop = min(start + _WIDTH // width, layers)
-        title = f"{row_words(row)}: bits of the weights in layers {start} to {stop - 1}"
+        title = f"{name}: bits of the weights in layers {start} to {stop - 1}"
         drawn = Table(box=None, show_header=False, pad_edge=False)
         for projection, column in bits.items():
             cells = [

@@ -15,8 +15,8 @@ from qrot.report.bars import Bar, caption, perplexity, seconds
 from qrot.report.curves import learning
 from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
-from qrot.report.tables import by_method, is_learned, row_words
-from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_results
+from qrot.report.tables import by_method, is_learned
+from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_results, row_name
 
 FILE = "report.html"
 PICTURE = "learning.png"
@@ -142,12 +142,12 @@ def _elsewhere(rows: list[dict[str, Any]]) -> str:
     if not moved:
         return ""
     known = dict.fromkeys(key for row in moved for key in row["environment"])
-    lines = [
-        [row_words(row), *(str(row["environment"].get(key, "")) for key in known)] for row in moved
-    ]
-    return page.folded(
-        "Rows measured elsewhere", page.table(["row", *known], lines, ["row", *known])
-    )
+    lines = []
+    for row in moved:
+        values = [str(row["environment"].get(key, "")) for key in known]
+        lines.append([row_name(row["method"], row["seed"]), *values])
+    columns = ["row", *known]
+    return page.folded("Rows measured elsewhere", page.table(columns, lines, columns))
 
 
 def _figures_of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:

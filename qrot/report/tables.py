@@ -14,12 +14,6 @@ def by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def row_words(row: dict[str, Any]) -> str:
-    """The name of a row, such as "learned, seed 0"."""
-    seed = "" if row["seed"] is None else f", seed {row['seed']}"
-    return row["method"].replace("_", " ") + seed
-
-
 def is_learned(row: dict[str, Any]) -> bool:
     """Whether what a row judges was learned in its run."""
     return "optimiser" in row

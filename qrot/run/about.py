@@ -14,12 +14,8 @@ from qrot.rotation.store import load_rotations, save_rotations
 from qrot.rotation.transform import Transform
 from qrot.run.config import resolved
 from qrot.run.inputs import Inputs
+from qrot.run.results import row_name
 from qrot.scheme import Scheme, grids_by_layer
-
-
-def row_name(method: str, seed: int | None) -> str:
-    """The name of a row of results, for people."""
-    return method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
 
 
 def about(

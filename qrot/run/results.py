@@ -21,6 +21,11 @@ NO_ROTATION = "no_rotation"
 RANDOM = "random_hadamard"
 
 
+def row_name(method: str, seed: int | None) -> str:
+    """The name of a row of results, such as "learned, seed 0"."""
+    return method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
+
+
 def read_results(path: Path) -> dict[str, Any] | None:
     """The contents of results.json or another file like it.
 
