@@ -1,7 +1,6 @@
 """AWQ: one weight against the published formulas, then layers and whole models."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import without_weights
 
+from qrot.calibrate.moments import change_layers
 from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
-from qrot.sites import PROJECTIONS
+from qrot.network import fold, fuse
 from qrot.quantize.awq import Awq, awq, best_scale, clipped, find_scales, round_layer, scaled
-from qrot.calibrate.moments import layer_by_layer
 from qrot.quantize.rtn import best_clip, round_weight, rtn
 from qrot.rotation.random import random_rotations
-from qrot.scheme import READERS, Override, Scheme
+from qrot.rotation.transform import Transform
+from qrot.scheme import Override, Scheme
+from qrot.sites import INPUTS, PROJECTIONS, SITES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 IN, OUT = 20, 7
 GROUPS = {"channel": None, "group": 5, "tensor": None}
 KINDS = ("symmetric", "symmetric_half", "asymmetric")
 nearest = jax.jit(round_weight, static_argnums=1)
-clip = jax.jit(clipped, static_argnums=(2, 3))
+clip_and_scale = jax.jit(clipped, static_argnums=(2, 3))
+
+
+def clip(*arguments):
+    return clip_and_scale(*arguments)[0]
 
 
 def problem(seed=0, n=IN, outputs=OUT):
@@ -175,7 +179,7 @@ def test_inputs_that_are_never_on():
 
 
 def test_settings_out_of_range():
-    with pytest.raises(InputError, match=r"awq\.steps: "):
+    with pytest.raises(InputError, match=r"weights\.steps: "):
         Awq(steps=0)
 
 
@@ -187,148 +191,181 @@ W3 = Scheme(weights=Grid(3))
 GRIDS = dict.fromkeys(PROJECTIONS, Grid(3, granularity="channel"))
 
 
-@partial(jax.jit, static_argnames="config")
-def logits(params, config, online=None):
-    return forward(params, jnp.asarray(ROWS), config, rotations=online)
+@jax.jit
+def _logits(network):
+    return forward(network, jnp.asarray(ROWS))
 
 
-def collected(model, rotations=None, params=None):
-    """Layers and what is seen of each."""
+def logits(network):
+    """Of the weights that it has, with nothing else rounded."""
+    return _logits(network.replace(scheme=Scheme()))
+
+
+def collected(network):
+    """Layers and the moments of each."""
     found = []
 
-    def look(i, layer, seen):
-        found.append((layer, seen))
+    def look(i, layer, moments):
+        found.append((layer, moments))
         return layer
 
-    params = model.params if params is None else params
-    layer_by_layer(params, model.config, ROWS, look, rotations=rotations)
+    change_layers(network, ROWS, look)
     return found
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_scales_leave_the_function_alone_and_no_site_is_worse_than_plain_rounding(variant, name):
     with jax.enable_x64(True):
-        model = fold_norms(variant(name, "float64"))
-        config, layers = model.config, []
-        for layer, seen in collected(model):
-            scales = find_scales(layer, seen, GRIDS, config, 10)
-            assert {n for n, x in vars(scales).items() if x is not None} == {
-                "qkv", "gate_up", "down", "values",
-            }  # fmt: skip
+        network = fold(variant(name, "float64").network)
+        config, layers = network.config, []
+        for layer, moments in collected(network):
+            scales = find_scales(layer, moments, GRIDS, config, 10)
+            assert {*scales} == {"qkv", "gate_up", "down", "values"}
             layers.append(scaled(layer, scales, config))
-            done = round_layer(layers[-1], seen, scales, GRIDS, config, Awq())
-            factor = {n: np.exp(np.asarray(x)) for n, x in vars(scales).items() if x is not None}
+            done = round_layer(layers[-1], moments, scales, GRIDS, config, Awq())
+            factor = {n: np.exp(np.asarray(x)) for n, x in scales.items()}
             queries = config.num_attention_heads // config.num_key_value_heads
             factor["o"] = np.repeat(factor["values"], queries, 0)
             written = {"v": factor["values"].ravel(), "up": factor["down"]}
-            for site, names in READERS.items():
+            for site in INPUTS:
                 lost = []
-                for n in names:
-                    h, w = np.asarray(seen[site].hessian), np.asarray(getattr(layer, n).weight)
-                    q = np.asarray(getattr(done, n).weight) * factor[site].ravel()[:, None]
+                for n in SITES[site].readers:
+                    h, w = np.asarray(moments[site].hessian), np.asarray(layer.linear(n).weight)
+                    q = np.asarray(done.linear(n).weight) * factor[site].ravel()[:, None]
                     plain = np.asarray(nearest(jnp.asarray(w), GRIDS[n]))
                     changes = (q / written.get(n, 1.0) - w, plain - w)
                     lost.append([np.sum(e * (h @ e)) for e in changes])
                 lost = np.sum(lost, axis=0)
                 assert lost[0] <= lost[1] * (1 + 1e-9), site
                 assert lost[0] < 0.95 * lost[1], site
-        params = model.params.replace(layers=jax.tree.map(lambda *x: jnp.stack(x), *layers))
-        before, after = logits(model.params, config), logits(params, config)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+        before = logits(network)
+        after = logits(network.replace(params=network.params.replace(layers=stacked)))
         np.testing.assert_allclose(after, before, atol=1e-12 * np.abs(before).max())
 
 
 @pytest.fixture(scope="module")
-def model(variant):
-    return fold_norms(variant("llama-biases"))
+def network(variant):
+    return fold(variant("llama-biases").network)
+
+
+def rounded(network, scheme, settings=None, **options):
+    return awq(network.replace(scheme=scheme), ROWS, settings, **options)
+
+
+def plainly(network, scheme=W3):
+    return rtn(network.replace(scheme=scheme))
 
 
 @pytest.fixture(scope="module")
-def after(model):
-    told = []
-    return awq(model.params, W3, model.config, ROWS, advance=lambda: told.append(1)), len(told)
+def after(network):
+    done = []
+    return rounded(network, W3, advance=lambda: done.append(1)), len(done)
 
 
-def lost(params, model, online=None, before=None):
-    before = model.params if before is None else before
-    change = logits(params, model.config, online) - logits(before, model.config, online)
-    return float(jnp.square(change).mean())
+def lost(found, before):
+    return float(jnp.square(logits(found) - logits(before)).mean())
 
 
-def weights(params, name):
-    return np.asarray(getattr(params.layers, name).weight, np.float64)
+def weights(network, name):
+    return np.asarray(network.params.layers.linear(name).weight, np.float64)
 
 
-def test_the_output_changes_less_than_by_plain_rounding(model, after):
-    after, told = after
-    assert told == 3
-    plain = lost(rtn(model.params, W3), model)
-    assert lost(after, model) < 0.75 * plain
-    params = after.layers.up.weight, rtn(model.params, W3).layers.up.weight
-    ratio = np.divide(*(np.abs(np.asarray(w)).max(1) for w in params))
+def test_the_output_changes_less_than_by_plain_rounding(network, after):
+    after, done = after
+    assert done == 3
+    plain = plainly(network)
+    assert lost(after, network) < 0.75 * lost(plain, network)
+    ratio = np.divide(*(np.abs(weights(each, "up")).max(1) for each in (after, plain)))
     assert np.ptp(np.log(ratio)) > 0.3  # some outputs of up are scaled
 
 
-def test_every_weight_is_on_its_grid(model, after):
+def test_every_weight_is_on_its_grid(network, after):
     for name in PROJECTIONS:
         q = weights(after[0], name)
         for column in np.moveaxis(q, 1, 2).reshape(-1, q.shape[1]):
             assert len(np.unique(np.round(column, 6))) <= 8
-    before = without_weights(model.params)
-    found = without_weights(after[0])
+    before = without_weights(network.params)
+    found = without_weights(after[0].params)
     np.testing.assert_array_equal(found.embed, before.embed)
     np.testing.assert_array_equal(found.head, before.head)
     np.testing.assert_array_equal(found.layers.o.bias, before.layers.o.bias)
 
 
-def test_a_layer_reads_what_the_full_precision_layers_before_it_write(model, after):
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(3), Grid(4, "symmetric_half", "group", 4, clip="mse"), Grid(5, granularity="tensor")],
+)
+def test_weights_are_integers_times_the_scales_that_they_carry(network, grid, clip):
+    overrides = (Override("layers.1.*", weights=2), Override("layers.2.up", weights=16))
+    after = rounded(network, Scheme(grid, overrides=overrides), Awq(clip=clip, steps=4))
+    for name in PROJECTIONS:
+        linear = after.params.layers.linear(name)
+        w, scale = np.asarray(linear.weight), np.asarray(linear.scale)
+        groups = w.shape[1] // grid.group if grid.group else 1
+        assert scale.shape == (3, groups, w.shape[2])
+        each = np.repeat(scale, w.shape[1] // groups, axis=1)
+        codes = np.rint(w / each)
+        on = [i for i in range(3) if (name, i) != ("up", 2)]
+        np.testing.assert_array_equal((codes * each)[on], w[on])
+        for i in on:
+            assert np.abs(codes[i]).max() <= 2 ** ((2 if i == 1 else grid.bits) - 1)
+    np.testing.assert_array_equal(after.params.layers.up.scale[2], 1)
+    other = rounded(network, Scheme(Grid(4, "asymmetric")), Awq(clip=clip, steps=4))
+    assert other.params.layers.q.scale is None
+
+
+def test_a_layer_reads_what_the_full_precision_layers_before_it_write(network, after):
     last = Scheme(overrides=(Override("layers.2.*", weights=3),))
-    alone = awq(model.params, last, model.config, ROWS)
+    alone = rounded(network, last)
     for name in PROJECTIONS:
         np.testing.assert_array_equal(weights(alone, name)[2], weights(after[0], name)[2])
-        np.testing.assert_array_equal(weights(alone, name)[:2], weights(model.params, name)[:2])
+        np.testing.assert_array_equal(weights(alone, name)[:2], weights(network, name)[:2])
 
 
-def test_overrides(model):
+def test_overrides(network):
     """Projections at 16 bits are scaled with those that share their input, and not rounded."""
     overrides = (Override("*.[kq]", weights=16), Override("*.down", weights=16))
-    found = awq(model.params, Scheme(weights=Grid(8), overrides=overrides), model.config, ROWS)
-    np.testing.assert_array_equal(weights(found, "down"), weights(model.params, "down"))
-    norm = np.asarray(found.layers.attention_norm, np.float64)[:, :, None]
+    found = rounded(network, Scheme(weights=Grid(8), overrides=overrides))
+    np.testing.assert_array_equal(weights(found, "down"), weights(network, "down"))
+    norm = np.asarray(found.params.layers.attention_norm, np.float64)[:, :, None]
     assert np.abs(norm - 1).max() > 0.1
     for name in "qk":
-        np.testing.assert_allclose(
-            norm * weights(found, name), weights(model.params, name), rtol=1e-6
-        )
-    assert (norm * weights(found, "v") != weights(model.params, "v")).any()
-    none = awq(model.params, Scheme(), model.config, ROWS)
-    for a, b in zip(*map(jax.tree.leaves, (none, model.params)), strict=True):
+        np.testing.assert_allclose(norm * weights(found, name), weights(network, name), rtol=1e-6)
+    assert (norm * weights(found, "v") != weights(network, "v")).any()
+    none = rounded(network, Scheme())
+    for a, b in zip(*map(jax.tree.leaves, (none, network)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_an_online_rotation_before_down(model):
+def random(network):
+    return Transform(random_rotations(network.config, 0))
+
+
+def test_an_online_rotation_before_down(network):
     """Its input cannot be scaled, but all else can."""
-    rotations = random_rotations(model.config, 0)
-    params, online, _ = fuse(model.params, rotations, model.config)
-    settings, scheme = Awq(clip=False, steps=4), Scheme(weights=Grid(8))
-    found = awq(params, scheme, model.config, ROWS, rotations=online, settings=settings)
-    assert 0 < lost(found, model, online, params) < 1e-2 * lost(rtn(params, W3), model, online,
-                                                                params)  # fmt: skip
-    assert np.abs(found.layers.attention_norm - 1).max() > 0.01
+    fused = fuse(network, random(network))
+    found = rounded(fused, Scheme(weights=Grid(8)), Awq(clip=False, steps=4))
+    assert 0 < lost(found, fused) < 1e-2 * lost(plainly(fused), fused)
+    assert np.abs(found.params.layers.attention_norm - 1).max() > 0.01
 
 
-def test_parameters_on_the_host_and_in_bfloat16(model):
-    narrow = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), model.params)
+def test_parameters_on_the_host_and_in_bfloat16(network):
+    narrow = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), network.params)
     channel = np.where(np.arange(48) == 5, 20, 1).astype(jnp.bfloat16)
-    narrow = narrow.replace(embed=narrow.embed * channel)
-    settings = Awq(clip=False, steps=10)
-    found = awq(narrow, W3, model.config, ROWS, batch=4, settings=settings)
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
-    assert lost(found, model, None, narrow) < 0.8 * lost(rtn(narrow, W3), model, None, narrow)
+    narrow = network.replace(params=narrow.replace(embed=narrow.embed * channel))
+    found = rounded(narrow, W3, Awq(clip=False, steps=10), batch=4)
+    layers = found.params.layers
+    layers = layers.replace(**{n: layers.linear(n).replace(scale=None) for n in PROJECTIONS})
+    leaves = jax.tree.leaves(found.params.replace(layers=layers))
+    assert {x.dtype for x in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert lost(found, narrow) < 0.8 * lost(plainly(narrow), narrow)
 
 
-def test_what_cannot_be_rounded(model):
+def test_what_cannot_be_rounded(network):
     with pytest.raises(ValueError, match="fuse first"):
-        awq(model.params, W3, model.config, ROWS, rotations=random_rotations(model.config, 0))
+        rounded(network.replace(online=random(network)), W3)
     grouped = Scheme(weights=Grid(4, granularity="group", group=16))  # hidden 48, intermediate 56
     with pytest.raises(InputError, match="16 does not divide 56"):
-        awq(model.params, grouped, model.config, ROWS)
+        rounded(network, grouped)

@@ -1,6 +1,5 @@
 """Bits by what rounding costs: the allocation, the cost, and runs that use both."""
 
-from functools import partial
 from itertools import product
 
 import jax
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 
 from qrot.errors import InputError
 from qrot.grid import Grid
-from qrot.quantize.sensitivity import RUN, sensitivity
-from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
-from qrot.sites import PROJECTIONS
+from qrot.model.forward import embedded, forward, project, run_layers
+from qrot.network import fold, fuse
 from qrot.quantize.mixed import (
     Mixed,
     allocate,
@@ -24,8 +21,11 @@ from qrot.quantize.mixed import (
     with_bits,
 )
 from qrot.quantize.rtn import round_weight, rtn
+from qrot.quantize.sensitivity import RUN, sensitivity
 from qrot.rotation.random import random_rotations
+from qrot.rotation.transform import Transform
 from qrot.scheme import Override, Scheme, layer_scheme
+from qrot.sites import PROJECTIONS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CHOICES = (2, 3, 5)
@@ -118,17 +118,21 @@ ROWS = np.random.default_rng(7).integers(0, 97, (4, RUN + 6), np.int32)
 GRIDS = (Grid(2, granularity="channel"), Grid(4, granularity="channel", clip="mse"))
 
 
+def weight(network, name):
+    return network.params.layers.linear(name).weight
+
+
 def test_the_scheme_says_what_was_chosen(variant):
-    params = fold_norms(variant("llama")).params
+    network = fold(variant("llama").network)
     bits = np.random.default_rng(0).choice([2, 4, 16], (3, 7))
     scheme = with_bits(Scheme(Grid(3), activations=Grid(4)), bits)
     for i, row in enumerate(bits):
         grids = layer_scheme(scheme, i)
-        assert [dict(grids.weights)[n].bits for n in PROJECTIONS] == list(row)
-        assert grids.down.bits == 4
-    after = rtn(params, scheme)
+        assert [grids.weights[n].bits for n in PROJECTIONS] == list(row)
+        assert grids.sites["down"].bits == 4
+    after = rtn(network.replace(scheme=scheme))
     for j, name in enumerate(PROJECTIONS):
-        before, now = (getattr(x.layers, name).weight for x in (params, after))
+        before, now = (jnp.asarray(weight(x, name)) for x in (network, after))
         for i, b in enumerate(bits[:, j]):
             expected = round_weight(before[i], Grid(int(b), granularity="channel"))
             np.testing.assert_array_equal(now[i], expected)
@@ -138,13 +142,13 @@ def test_the_scheme_says_what_was_chosen(variant):
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("granularity", "group"), [("channel", None), ("group", 4), ("tensor", 0)])
 def test_bits_per_weight(variant, granularity, group, kind):
-    params = variant("llama").params
+    params = variant("llama").network.params
     grid = Grid(3, kind, granularity, group or None)
     bits = np.random.default_rng(0).choice([2, 5, 16], (3, 7))
     weights = alone = more = 0
     for j, name in enumerate(PROJECTIONS):
         for i in range(3):
-            inputs, outputs = getattr(params.layers, name).weight.shape[1:]
+            inputs, outputs = params.layers.linear(name).weight.shape[1:]
             scales = {"channel": outputs, "group": inputs * outputs // 4, "tensor": 1}[granularity]
             weights += inputs * outputs
             alone += inputs * outputs * bits[i, j]
@@ -156,57 +160,58 @@ def test_bits_per_weight(variant, granularity, group, kind):
 
 @pytest.fixture(scope="module", params=["mistral-window", "qwen3-biases"])
 def fused(request, variant):
-    """(config, parameters, what is left online) in float64, all rotations fused."""
+    """A network in float64, all rotations fused."""
     model = variant(request.param, "float64")
     with jax.enable_x64(True):
-        model = fold_norms(model)
-        return model.config, *fuse(model.params, random_rotations(model.config, 0), model.config)[
-            :2
-        ]
+        network = fold(model.network)
+        return fuse(network, Transform(random_rotations(network.config, 0)))
 
 
 def test_the_cost_is_half_the_square_of_the_derivative_along_the_change(fused, monkeypatch):
     """Against jax.grad of the whole network, where each projection computes x (W + s E) with an s
     for each token."""
-    config, params, online = fused
     seed = 3
     with jax.enable_x64(True):
-        found = sensitivity(params, config, ROWS, GRIDS, rotations=online, seed=seed)
+        found = sensitivity(fused, ROWS, GRIDS, seed=seed)
         keys = jax.random.split(jax.random.key(seed), 2)
-        monkeypatch.setattr("qrot.model.forward.linear", moving)
-        derivatives = jax.jit(partial(along, config, params, online))
+        monkeypatch.setattr("qrot.model.layer.linear", moving)
+        derivatives = jax.jit(along)
         for j, grid in enumerate(GRIDS):
             expected = np.zeros((3, 7))
             for key, rows in zip(keys, (ROWS[:2], ROWS[2:]), strict=True):
-                felt = derivatives(jnp.asarray(rows), key, changes(params, grid))
+                gradients = derivatives(fused, jnp.asarray(rows), key, changes(fused, grid))
                 for k, name in enumerate(PROJECTIONS):
                     for start in range(0, ROWS.shape[1], RUN):
-                        run = np.asarray(felt[name])[:, :, start : start + RUN].sum(2)
+                        run = np.asarray(gradients[name])[:, :, start : start + RUN].sum(2)
                         expected[:, k] += (run**2).sum(1) / 2
             np.testing.assert_allclose(found[..., j], expected / ROWS.size, rtol=1e-9)
 
 
-def moving(x, layer, dtype):
-    y = x @ layer.weight + layer.bias["s"][..., None] * (x @ layer.bias["change"])
-    return y if layer.bias["own"] is None else y + layer.bias["own"]
-
-
-def changes(params, grid):
-    weights = {n: getattr(params.layers, n).weight for n in PROJECTIONS}
+def changes(network, grid):
+    weights = {n: jnp.asarray(weight(network, n)) for n in PROJECTIONS}
     return {n: jax.lax.map(lambda x: round_weight(x, grid) - x, w) for n, w in weights.items()}
 
 
-def along(config, params, online, rows, key, changes):
+QUEUE = []  # (E, s) of the projections of one layer, in their order
+
+
+def enqueue(layer, online, grids, changes, s):
+    QUEUE[:] = [(changes[name], s[name]) for name in PROJECTIONS]
+    return layer, online
+
+
+def moving(x, layer, dtype):
+    change, s = QUEUE.pop(0)
+    y = x @ layer.weight + s[..., None] * (x @ change)
+    return y if layer.bias is None else y + layer.bias
+
+
+def along(network, rows, key, changes):
     """{projection: [layers, batch, length]}, d nats / d s at s = 0."""
 
     def log_p(s):
-        linears = {n: getattr(params.layers, n) for n in PROJECTIONS}
-        moved = {
-            n: x.replace(bias={"own": x.bias, "change": changes[n], "s": s[n]})
-            for n, x in linears.items()
-        }
-        moved = params.replace(layers=params.layers.replace(**moved))
-        return jax.nn.log_softmax(forward(moved, rows, config, rotations=online))
+        hidden = run_layers(network, embedded(network, rows), prepare=enqueue, beside=(changes, s))
+        return jax.nn.log_softmax(project(network, hidden))
 
     none = dict.fromkeys(PROJECTIONS, jnp.zeros((3, *rows.shape)))
     drawn = jax.random.categorical(key, log_p(none))[..., None]
@@ -214,17 +219,16 @@ def along(config, params, online, rows, key, changes):
 
 
 def test_what_it_predicts_is_measured(variant):
-    model = fold_norms(variant("llama"))
-    params, config, grid = model.params, model.config, Grid(4, granularity="channel")
+    network, grid = fold(variant("llama").network), Grid(4, granularity="channel")
     rows = np.random.default_rng(1).integers(0, 97, (32, 32), np.int32)
-    costs = sensitivity(params, config, rows, (grid,), batch=32)[..., 0]
-    run = jax.jit(lambda params: jax.nn.log_softmax(forward(params, jnp.asarray(rows), config)))
-    plain, measured = run(params), np.zeros_like(costs)
+    costs = sensitivity(network, rows, (grid,), batch=32)[..., 0]
+    run = jax.jit(lambda network: jax.nn.log_softmax(forward(network, jnp.asarray(rows))))
+    plain, measured, layers = run(network), np.zeros_like(costs), network.params.layers
     for i, (j, name) in product(range(3), enumerate(PROJECTIONS)):
-        linear = getattr(params.layers, name)
-        weight = linear.weight.at[i].set(round_weight(linear.weight[i], grid))
-        one = params.layers.replace(**{name: linear.replace(weight=weight)})
-        change = plain - run(params.replace(layers=one))
+        w = jnp.asarray(weight(network, name))
+        linear = layers.linear(name).replace(weight=w.at[i].set(round_weight(w[i], grid)))
+        params = network.params.replace(layers=layers.replace(**{name: linear}))
+        change = plain - run(network.replace(params=params))
         measured[i, j] = (jnp.exp(plain) * change).sum(-1).mean()
     ratio = np.log(costs / measured)
     assert abs(np.median(ratio)) < 0.2
@@ -232,11 +236,11 @@ def test_what_it_predicts_is_measured(variant):
 
 
 def test_a_grid_that_is_off_costs_nothing_and_fuse_comes_first(variant):
-    model = fold_norms(variant("llama"))
-    costs = sensitivity(model.params, model.config, ROWS, (Grid(16), Grid(2)))
+    network, done = fold(variant("llama").network), []
+    costs = sensitivity(network, ROWS, (Grid(16), Grid(2)), advance=lambda: done.append(1))
     assert (costs[..., 0] == 0).all()
     assert (costs[..., 1] > 0).all()
+    assert len(done) == 6
+    unfused = network.replace(online=Transform(random_rotations(network.config, 0)))
     with pytest.raises(ValueError, match="fuse first"):
-        sensitivity(
-            model.params, model.config, ROWS, GRIDS, rotations=random_rotations(model.config, 0)
-        )
+        sensitivity(unfused, ROWS, GRIDS)

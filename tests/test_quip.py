@@ -1,9 +1,7 @@
 """QuIP and QuIP#: LDLQ against GPTQ and against the least of the error; then whole models."""
 
-import io
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import without_weights
-from rich.console import Console
-from runs import CALIBRATION, quiet
 
 from qrot.errors import InputError
-from qrot.run.run import run
 from qrot.grid import Grid
 from qrot.model.forward import forward
-from qrot.network import fold_norms, fuse
-from qrot.sites import PROJECTIONS
+from qrot.network import fold, fuse
 from qrot.quantize import gptq
 from qrot.quantize.lattice import e8p, round_vectors
 from qrot.quantize.ldlq import block_ldl, ldlq
-from qrot.quantize.quip import Quip, check, layer_turns, quip, quip_sharp, solve
+from qrot.quantize.quip import GRID, Quip, check, layer_rotations, quip, solve
+from qrot.quantize.quip_sharp import LATTICE, QuipSharp, quip_sharp
+from qrot.quantize.quip_sharp import check as check_sharp
 from qrot.quantize.rtn import round_weight, rtn
+from qrot.rotation.forms import Hadamard
 from qrot.rotation.random import random_rotations
-from qrot.rotation.forms import Hadamard, as_matrix
-from qrot.scheme import READERS, Override, Scheme
+from qrot.rotation.transform import Transform
+from qrot.scheme import Override, Scheme
+from qrot.sites import INPUTS, PROJECTIONS, SITES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 GRIDS = (Grid(3, "symmetric_half", "channel"), Grid(2, "asymmetric", "group", 8, clip="mse"))
@@ -97,7 +95,7 @@ def test_with_a_grid_it_is_gptq(seed, grid):
     with jax.enable_x64(True):
         w64, h64 = jnp.asarray(w), jnp.asarray(h)
         theirs = gptq.solve(w64, h64, grid, act_order=False)
-        (ours,), _ = solve((w64,), h64, (grid,), None, (None,))
+        (ours,), _ = solve((w64,), h64, (grid,), None, (None,), codebook=GRID)
         plain = jax.jit(round_weight, static_argnums=1)(w64, grid)
     better = error(w, ours, h) <= error(w, plain, h)
     assert better.any()  # the others GPTQ rounds to nearest
@@ -131,17 +129,17 @@ def test_the_transforms_of_both_sides():
     """Against dense matrices: y = x W = (x U)(U^T W V) V^T, rounded in the middle."""
     w, h = problem(3)
     into, out = signs(IN, 1), signs(OUT, 2)
-    u, v = as_matrix(into), as_matrix(out)
+    u, v = into.dense(), out.dense()
     assert np.abs(u - u.T).max() > 0.1
     turned, hessian = u.T @ w @ v, damped(u.T @ h @ u)
     size = np.sqrt(np.square(w).mean())
     with jax.enable_x64(True):
         arguments = (jnp.asarray(w),), jnp.asarray(h), (Grid(2),), into, (out,)
-        (found,), _ = solve(*arguments, lattice=True)
+        (found,), _ = solve(*arguments, codebook=LATTICE)
         expected = conditional(turned / size, hessian, lambda rows, _: vectors(rows, 2), 8)
         np.testing.assert_allclose(found, u @ (expected * size) @ v.T, atol=1e-9)
 
-        (found,), _ = solve(*arguments[:2], (CHANNEL,), into, (out,))
+        (found,), _ = solve(*arguments[:2], (CHANNEL,), into, (out,), codebook=GRID)
         step = np.abs(turned).max(0) / 3
 
         def on_grid(rows, _):
@@ -155,11 +153,11 @@ def test_weights_side_by_side_are_as_each_alone():
     w, h = problem(4)
     weights = tuple(jnp.asarray(w[:, a:b], jnp.float32) for a, b in ((0, 8), (8, 12), (12, 20)))
     outs, into = (signs(8, 1), signs(4, 2), signs(8, 3)), signs(IN)
-    run = partial(solve, hessian=jnp.asarray(h, jnp.float32), into=into, lattice=True)
-    found, _ = run(weights, grids=(Grid(2), Grid(16), Grid(2)), outs=outs)
+    solved = partial(solve, hessian=jnp.asarray(h, jnp.float32), into=into, codebook=LATTICE)
+    found, _ = solved(weights, grids=(Grid(2), Grid(16), Grid(2)), outs=outs)
     np.testing.assert_array_equal(found[1], weights[1])
     for i in (0, 2):
-        (alone,), _ = run((weights[i],), grids=(Grid(2),), outs=(outs[i],))
+        (alone,), _ = solved((weights[i],), grids=(Grid(2),), outs=(outs[i],))
         np.testing.assert_allclose(found[i], alone, atol=1e-5)
 
 
@@ -170,13 +168,13 @@ def test_incoherence_and_codebooks_each_make_the_error_smaller():
     grid, into, out = Grid(2, granularity="channel", clip="mse"), signs(64, 1), signs(64, 2)
 
     def total(**options):
-        arguments = {"into": into, "outs": (out,), **options}
+        arguments = {"into": into, "outs": (out,), "codebook": GRID, **options}
         (q,), _ = solve((w,), h, (grid,), **arguments)
         return error(w, q, np.asarray(h, np.float64)).sum()
 
     grids = total()
     assert grids < 0.7 * total(into=None, outs=(None,))
-    assert total(lattice=True) < 0.9 * grids
+    assert total(codebook=LATTICE) < 0.9 * grids
     plain = jax.jit(round_weight, static_argnums=1)(w, grid)
     assert grids < 0.5 * error(w, plain, np.asarray(h, np.float64)).sum()
 
@@ -186,7 +184,12 @@ def test_inputs_that_are_never_on_and_weights_of_zero(lattice):
     w, _ = problem(6)
     w32, none = jnp.asarray(w, jnp.float32), jnp.zeros((IN, IN))
     (found, zero), _ = solve(
-        (w32, 0 * w32), none, (CHANNEL, CHANNEL), None, (None, None), lattice=lattice
+        (w32, 0 * w32),
+        none,
+        (CHANNEL, CHANNEL),
+        None,
+        (None, None),
+        codebook=LATTICE if lattice else GRID,
     )
     size = np.float32(np.sqrt(np.square(w).mean()))
     each = [vectors(np.float32(w[i : i + 8]) / size, 3) * size for i in range(0, IN, 8)]
@@ -198,64 +201,65 @@ def test_inputs_that_are_never_on_and_weights_of_zero(lattice):
 # Whole models
 
 ROWS = np.random.default_rng(7).integers(0, 97, (6, 16), np.int32)
-BOTH = {"quip": quip, "quip_sharp": quip_sharp}
+BOTH = {"quip": (quip, Quip), "quip_sharp": (quip_sharp, QuipSharp)}
 W2 = Scheme(weights=Grid(2, clip="mse"))
 
 
 @pytest.fixture(scope="module")
 def one(variant):
-    """(folded model, its parameters, no rotations)."""
-    model = fold_norms(variant("llama-biases"))
-    return model, model.params, None
+    """A folded network with nothing on it."""
+    return fold(variant("llama-biases").network)
 
 
 @pytest.fixture(scope="module")
 def fused(one):
-    """The same with all rotations fused, and what is left online."""
-    model = one[0]
-    return model, *fuse(model.params, random_rotations(model.config, 0), model.config)[:2]
+    """The same with all rotations fused."""
+    return fuse(one, Transform(random_rotations(one.config, 0)))
 
 
-def rounded(fused, method, scheme=W2, **options):
-    model, params, online = fused
-    return BOTH[method](params, scheme, model.config, ROWS, rotations=online, **options)
+def rounded(network, method, scheme=W2, seed=0, **options):
+    function, settings = BOTH[method]
+    return function(network.replace(scheme=scheme), ROWS, settings(seed=seed), **options)
 
 
-@partial(jax.jit, static_argnames="config")
-def logits(params, config, online):
-    return forward(params, jnp.asarray(ROWS), config, rotations=online)
+@jax.jit
+def _logits(network):
+    return forward(network, jnp.asarray(ROWS))
 
 
-def weights(params, name):
-    return np.asarray(getattr(params.layers, name).weight, np.float64)
+def logits(network):
+    """Of the weights that it has, with nothing else rounded."""
+    return _logits(network.replace(scheme=Scheme()))
+
+
+def weights(network, name):
+    return np.asarray(network.params.layers.linear(name).weight, np.float64)
 
 
 @pytest.mark.parametrize("method", BOTH)
 def test_the_output_changes_less_than_by_plain_rounding(fused, method):
-    model, params, online = fused
-    told, errors = [], []
-    after = rounded(fused, method, advance=lambda: told.append(1))
-    for q in (after, rtn(params, W2)):
-        change = logits(q, model.config, online) - logits(params, model.config, online)
-        errors.append(float(jnp.square(change).mean()))
+    done, errors = [], []
+    after = rounded(fused, method, advance=lambda: done.append(1))
+    for network in (after, rtn(fused.replace(scheme=W2))):
+        errors.append(float(jnp.square(logits(network) - logits(fused)).mean()))
     assert errors[0] < 0.9 * errors[1]
-    assert len(told) == 3
-    bare = map(without_weights, (params, after))
+    assert len(done) == 3
+    assert all(after.params.layers.linear(name).scale is None for name in PROJECTIONS)
+    bare = (without_weights(network.params) for network in (fused, after))
     for a, b in zip(*map(jax.tree.leaves, bare), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("method", BOTH)
 def test_in_the_basis_of_the_signs_every_weight_is_a_level(fused, method):
-    _, before, _ = fused
-    after, book = rounded(fused, method, settings=Quip(seed=5)), e8p()
+    after, book = rounded(fused, method, seed=5), e8p()
     for i in range(3):
-        layer = jax.tree.map(lambda x, i=i: x[i], before.layers)
-        into, out = layer_turns(layer, 5, i)
-        for site, names in READERS.items():
-            for name in names:
-                u, v = as_matrix(into[site]), as_matrix(out[name])
-                w, q = weights(before, name)[i], u.T @ weights(after, name)[i] @ v
+        layer = jax.tree.map(lambda x, i=i: x[i], fused.params.layers)
+        into, out = layer_rotations(layer, 5, i)
+        for site in INPUTS:
+            for name in SITES[site].readers:
+                u, v = into[site].dense(), out[name].dense()
+                w, q = weights(fused, name)[i], u.T @ weights(after, name)[i] @ v
                 if method == "quip":
                     steps = np.diff(np.sort(q, axis=0), axis=0) > 1e-4 * np.abs(q).max()
                     assert steps.sum(0).max() == 3
@@ -267,21 +271,34 @@ def test_in_the_basis_of_the_signs_every_weight_is_a_level(fused, method):
 
 
 def test_layers_and_sites_have_signs_of_their_own(one):
-    layer = jax.tree.map(lambda x: x[0], one[1].layers)
+    layer = jax.tree.map(lambda x: x[0], one.params.layers)
     all_signs = [
-        np.asarray(turn.signs).tobytes()
+        np.asarray(rotation.signs).tobytes()
         for seed in (0, 1)
         for i in (0, 1)
-        for turns in layer_turns(layer, seed, i)
-        for turn in turns.values()
+        for rotations in layer_rotations(layer, seed, i)
+        for rotation in rotations.values()
     ]
     assert len(set(all_signs)) == len(all_signs) == 4 * 11
 
 
+def test_its_signs_are_not_those_of_the_rotations_of_the_same_seed(one):
+    """R1 of seed 0 and U of the first layer were once drawn from one stream."""
+    layer = jax.tree.map(lambda x: x[0], one.params.layers)
+    residual, size = random_rotations(one.config, 0)["residual"].dense(), one.config.hidden_size
+    hadamard = Hadamard(jnp.ones(size)).dense()
+    theirs = np.rint((residual / hadamard)[:, 0])
+    np.testing.assert_allclose(residual, theirs[:, None] * hadamard, atol=1e-6)
+    streams = np.random.default_rng(0), np.random.default_rng((0, 0))
+    others = [theirs, *(draw.choice([-1.0, 1.0], size) for draw in streams)]
+    into, _ = layer_rotations(layer, 0, 0)
+    for site in ("qkv", "gate_up"):
+        for other in others:
+            assert 0.2 < (np.asarray(into[site].signs) == other).mean() < 0.8
+
+
 def test_a_seed_names_a_result(one):
-    first, same, other = (
-        rounded(one, "quip_sharp", settings=Quip(seed=seed)) for seed in (0, 0, 1)
-    )
+    first, same, other = (rounded(one, "quip_sharp", seed=seed) for seed in (0, 0, 1))
     for name in PROJECTIONS:
         np.testing.assert_array_equal(weights(first, name), weights(same, name))
         assert (weights(first, name) != weights(other, name)).any()
@@ -291,8 +308,8 @@ def test_overrides(one):
     overrides = (Override("layers.1.*", weights=16), Override("*.down", weights=4))
     after = rounded(one, "quip_sharp", replace(W2, overrides=overrides))
     for name in PROJECTIONS:
-        change = ((weights(one[1], name) - weights(after, name)) ** 2).mean((1, 2))
-        change /= (weights(one[1], name) ** 2).mean((1, 2))
+        change = ((weights(one, name) - weights(after, name)) ** 2).mean((1, 2))
+        change /= (weights(one, name) ** 2).mean((1, 2))
         low, high = (0.005, 0.03) if name == "down" else (0.06, 0.3)
         assert (change[1] == 0) == (name != "down")
         assert (change[[0, 2]] > low).all()
@@ -303,65 +320,39 @@ def test_a_hessian_without_a_factor():
     w, _ = problem(7)
     w = jnp.asarray(w, jnp.float32)
     bad = jnp.full((IN, IN), -1e6) + jnp.eye(IN) * (1e6 + 1)
-    (found,), used = solve((w,), bad, (CHANNEL,), None, (None,))
+    (found,), used = solve((w,), bad, (CHANNEL,), None, (None,), codebook=GRID)
     assert used == np.inf
     plain = jax.jit(round_weight, static_argnums=1)(w, CHANNEL)
     np.testing.assert_array_equal(found, plain)
 
 
-def test_what_is_not_enough_damping_is_told_of(one, monkeypatch):
+def test_damping_that_is_not_enough_is_warned_of(one, monkeypatch):
     monkeypatch.setattr(
         "qrot.quantize.quip.solve", lambda weights, *_, **__: (weights, jnp.asarray(0.1))
     )
     sentence = "QuIP#: the Hessian of .* has no Cholesky factor at damping 0.01; 0.1 was used"
-    with pytest.warns(UserWarning, match=sentence) as told:
+    with pytest.warns(UserWarning, match=sentence) as said:
         rounded(one, "quip_sharp")
-    assert len({str(each.message) for each in told}) == 12
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_a_run(config, method):
-    config = replace(config, methods=("full_precision", "random_hadamard"))
-    config = replace(config, seeds=(0,), scheme=W2, quip=Quip(seed=3), calibration=CALIBRATION)
-    shown = io.StringIO()
-    found = run(replace(config, weight_method=method), Console(file=shown))
-    title = {"quip": "QuIP", "quip_sharp": "QuIP#"}[method]
-    assert f"random hadamard, seed 0: {title}" in shown.getvalue()
-    full, row = found["rows"]
-    assert "sign_seed" not in full
-    assert (row["weight_method"], row["sign_seed"]) == (method, 3)
-    assert row["nll"] != full["nll"]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "sentence"),
-    [
-        (Scheme(Grid(5)), "scheme.weights.bits: quip_sharp has codebooks of 2, 3, 4 bits, and "
-         "layers.0.q is to have 5"),
-        (Scheme(Grid(2), overrides=(Override("layers.1.up", weights=8),)),
-         "scheme.overrides: quip_sharp .*, and layers.1.up is to have 8"),
-        (Scheme(Grid(2, granularity="group", group=8)), "scheme.weights.group: quip_sharp has one"),
-    ],
-)  # fmt: skip
-def test_what_has_no_codebook_is_refused_before_anything_is_written(config, scheme, sentence):
-    config = replace(config, methods=("no_rotation",), scheme=scheme, calibration=CALIBRATION)
-    with pytest.raises(InputError, match=sentence):
-        run(replace(config, weight_method="quip_sharp"), quiet())
-    assert not Path(config.out).exists()
+    assert len({str(each.message) for each in said}) == 12
 
 
 def test_sizes_that_cannot_be_rounded(variant):
-    layers = variant("llama", intermediate_size=60).params.layers
-    check(layers, W2, lattice=False)
+    network = variant("llama", intermediate_size=60).network.replace(scheme=W2)
+    check(network, Quip())
     with pytest.raises(InputError, match=r"8 inputs together, .* 60 of layers\.0\.down"):
-        check(layers, W2, lattice=True)
-    check(layers, replace(W2, overrides=(Override("*.down", weights=16),)), lattice=True)
-    with pytest.raises(InputError, match="weight_method: gate cannot be transformed: no Hadamard"):
-        check(variant("llama", intermediate_size=58).params.layers, W2, lattice=False)
+        check_sharp(network, QuipSharp())
+    others = replace(W2, overrides=(Override("*.down", weights=16),))
+    check_sharp(network.replace(scheme=others), QuipSharp())
+    odd = variant("llama", intermediate_size=58).network.replace(scheme=W2)
+    with pytest.raises(
+        InputError, match=r"weights\.method: gate cannot be transformed: no Hadamard"
+    ):
+        check(odd, Quip())
 
 
 def test_settings_out_of_range():
-    with pytest.raises(InputError, match=r"quip\.damping: "):
-        Quip(damping=0.0)
-    with pytest.raises(InputError, match=r"quip\.seed: "):
-        Quip(seed=-1)
+    for kind in (Quip, QuipSharp):
+        with pytest.raises(InputError, match=r"weights\.damping: "):
+            kind(damping=0.0)
+        with pytest.raises(InputError, match=r"weights\.seed: "):
+            kind(seed=-1)
