@@ -126,7 +126,8 @@ plain = network.params.replace(layers=layers.replace(**scaled))
 import dataclasses
 config = dataclasses.replace(network.config, residual_multiplier=1.0)
 assert network.config.residual_multiplier == 0.25
-assert apart(logits(network, tokens), logits(network.replace(params=plain, config=config), tokens)) < 1e-5
+same = network.replace(params=plain, config=config)
+assert apart(logits(network, tokens), logits(same, tokens)) < 1e-5
 everything_works(network, fused)
 """
 
