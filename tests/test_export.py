@@ -111,13 +111,15 @@ def test_what_a_gguf_file_says():
 def test_bfloat16_is_no_worse_than_before(tmp_path, monkeypatch):
     folder = tmp_path / "wide"
     write_folder(folder, "llama", dtype="bfloat16")
-    transform = Transform(random_rotations(load(str(folder)).network.config, 0))
-    path, out = save(folder, transform, Scheme()), tmp_path / "out"
-    assert export(monkeypatch, path, "--out", out) == 0
-    assert load_dtype(out) == "BF16"
-    exact = logits(opened(folder, dtype=torch.float32))
-    before, after = (apart(logits(opened(f)), exact) for f in (folder, out))
-    assert after < 1.5 * before
+    config, exact = load(str(folder)).network.config, logits(opened(folder, dtype=torch.float32))
+    after = []
+    for seed in range(3):
+        path = save(folder, Transform(random_rotations(config, seed)), Scheme())
+        out = tmp_path / f"out{seed}"
+        assert export(monkeypatch, path, "--out", out) == 0
+        assert load_dtype(out) == "BF16"
+        after.append(apart(logits(opened(out)), exact))
+    assert np.mean(after) < 1.5 * apart(logits(opened(folder)), exact)
 
 
 def load_dtype(folder):

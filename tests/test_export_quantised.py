@@ -142,7 +142,7 @@ def without_signs(network):
 
 def test_r4_for_vllm(made, monkeypatch, tmp_path):
     """A block Hadamard online: by our module, and by compressed-tensors' own transform."""
-    transform = pytest.importorskip("compressed_tensors.transform")
+    theirs = pytest.importorskip("compressed_tensors.transform")
     transform = hadamard("llama-biases", tmp_path, down=8)
     path, out = made("llama-biases", transform=transform), tmp_path / "out"
     arguments = ("--format", "compressed-tensors", "--scheme", "W4A16", "--online")
@@ -159,10 +159,10 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
     plain = opened(out)
     assert apart(logits(plain), expected) > 0.1  # what the README of the folder warns of
     r4 = config["transform_config"]["config_groups"]["R4"]
-    scheme = transform.TransformScheme(
+    scheme = theirs.TransformScheme(
         type=r4["type"], head_dim=r4["head_dim"], apply=[r4["apply"][0]]
     )
-    transform.TransformFactory.from_scheme(scheme, name="R4").apply_to_model(plain)
+    theirs.TransformFactory.from_scheme(scheme, name="R4").apply_to_model(plain)
     assert apart(logits(plain), expected) < 1e-5
     stored = load_file(out / "model.safetensors")["model.layers.2.mlp.down_proj.R4_input.weight"]
     own = plain.model.layers[2].mlp.down_proj.R4_input.weight
@@ -187,8 +187,8 @@ def test_r4_for_vllm(made, monkeypatch, tmp_path):
 INPUTS = Grid(8, "symmetric_half")
 MIXED = (
     Override("layers.1.*", weights=3),
-    Override("layers.2.down", weights=16, activations=16),
-    Override("layers.0.q", weights=8),
+    Override("layers.2.down", weights=16),
+    Override("layers.0.*", weights=8, activations=8),
 )
 
 
@@ -223,12 +223,12 @@ def test_judged_integers_are_what_is_written(monkeypatch, tmp_path, overrides, c
     """Those of GPTQ, not rounded a second time; several bit widths are several groups."""
     pytest.importorskip("compressed_tensors")
     weights = Grid(4, "symmetric_half", "group", 4, clip="mse")
-    scheme = Scheme(weights, INPUTS, overrides=overrides)
+    scheme = Scheme(weights, Grid(16, "symmetric_half"), overrides=overrides)
     alone = hadamard("llama", tmp_path, key=False, down=False)
     run, network = write_run(tmp_path, "llama", alone, scheme, by_gptq, weights={"method": "gptq"})
     out = tmp_path / "out"
-    arguments = "--out", out, "--format", "compressed-tensors", "--verify"
-    assert export(monkeypatch, run, *arguments) == 0
+    arguments = ["--out", out, "--format", "compressed-tensors"]
+    assert export(monkeypatch, run, *arguments, *([] if overrides else ["--verify"])) == 0
     assert "weights by GPTQ, not rounded again" in " ".join(capsys.readouterr().out.split())
     modules = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj"}
     for i in range(3):
@@ -242,13 +242,19 @@ def test_judged_integers_are_what_is_written(monkeypatch, tmp_path, overrides, c
         assert [group["targets"] for group in groups] == [["Linear"]]
         return
     assert {group["weights"]["num_bits"]: len(group["targets"]) for group in groups} == {
-        8: 1,
-        4: 12,
+        8: 7,
         3: 7,
+        4: 6,
     }
     assert config["format"] == "mixed-precision"
     assert config["ignore"] == ["lm_head", "model.layers.2.mlp.down_proj"]
     loaded = opened(out)
+    seen = watched(loaded)
+    logits(loaded)
+    for linear, x, y in seen[:7]:
+        x = torch.tensor(np.array(fake_quantise(jnp.asarray(x), INPUTS)))
+        expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
+        assert apart(y, expected.detach()) < 1e-5
     for i in range(3):
         for name, module in [*modules.items(), ("down", "mlp.down_proj")]:
             theirs = loaded.get_submodule(f"model.layers.{i}.{module}").weight.detach()
@@ -260,7 +266,7 @@ def test_judged_integers_with_r4(monkeypatch, tmp_path, capsys):
     """R4's signs leave the integers as they are: the scales of up_proj change sign."""
     pytest.importorskip("compressed_tensors")
     transform = hadamard("llama-biases", tmp_path, key=False, down=8)
-    scheme = Scheme(Grid(4, "symmetric_half"), INPUTS)
+    scheme = Scheme(Grid(4, "symmetric_half"), Grid(16, "symmetric_half"))
     run, network = write_run(tmp_path, "llama-biases", transform, scheme)
     out = tmp_path / "out"
     arguments = "--out", out, "--format", "compressed-tensors", "--online", "--verify"
@@ -285,7 +291,7 @@ def test_judged_integers_on_scales_in_bfloat16(monkeypatch, tmp_path, bits):
     """The same integers, the scales rounded once; built anew, integers nearest on those scales."""
     pytest.importorskip("compressed_tensors")
     alone = hadamard("llama", tmp_path, key=False, down=False)
-    scheme = Scheme(Grid(bits, "symmetric_half", clip="mse"), replace(INPUTS, bits=8))
+    scheme = Scheme(Grid(bits, "symmetric_half", clip="mse"), INPUTS)
     run, network = write_run(tmp_path, "llama", alone, scheme)
     kind = "--format", "compressed-tensors", "--dtype", "bfloat16"
     assert export(monkeypatch, run, "--out", tmp_path / "out", *kind) == 0

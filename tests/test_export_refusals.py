@@ -34,7 +34,7 @@ REFUSED = [
     ("--online", "--online goes with --format compressed-tensors only"),
     ("--weights awk", "there is no 'awk'; did you mean 'awq'?"),
     ("--format torch --weights qat", "which is done in a run only"),
-    ("--row other", "kept no network of a row"),
+    ("--row other", "--row picks one of the networks in a run folder"),
     ("--dtype int8", "'int8' is not one of float32"),
 ]
 
@@ -103,6 +103,8 @@ def test_run_folders(made, monkeypatch, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "seed0").mkdir(parents=True)
     out = tmp_path / "out"
+    assert export(monkeypatch, run, "--out", out, "--row", "learned") == 2
+    assert "kept no network of a row; run it again with keep=all" in capsys.readouterr().err
     assert export(monkeypatch, run, "--out", out) == 2
     assert "without learned rotations or a kept network" in capsys.readouterr().err
     path.rename(run / "seed0" / "rotations.safetensors")

@@ -53,7 +53,7 @@ def to_nearest(layer: Layers, online: Online, grids: LayerScheme, *, dtype: Any)
         weight = jnp.asarray(linear.weight[0], jnp.float32)
         scale = np.asarray(_scales(weight, grid))[:: grid.group or len(weight)]
         scale = scale.astype(dtype).astype(np.float32)
-        low, high = grid.levels
+        low, high = grid.qmin, grid.qmax
         q = np.clip(np.rint(_split(weight, scale) / scale[:, None]), low, high)
         return _of_integers(linear, q, scale)
 

@@ -134,6 +134,8 @@ def calibration_rows(source: Source) -> Int[np.ndarray, "count length"]:
 def _kept_file(path: Path, row: str | None) -> Path | None:
     """The kept network that is meant; None where rotations are."""
     if path.is_file():
+        if row is not None:
+            raise InputError(f"--row picks one of the networks in a run folder; {path} is a file")
         return path if _is_network(path) else None
     if row is None:
         return path / KEPT if (path / KEPT).is_file() else None

@@ -72,7 +72,10 @@ class _Leaf(NamedTuple):
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads parameters: all of them, or only some layers, without embed, norm and head or with."""
+    """Reads parameters: all of them, or only some layers.
+
+    Without their ends they have an embedding of no rows, a norm of ones and no head.
+    """
 
     def __call__(self, layers: range | None = None, *, ends: bool = True) -> Params: ...  # noqa: D102
 
@@ -115,7 +118,8 @@ def assemble(
                 )
 
     def read(layers: range | None = None, *, ends: bool = True) -> Params:
-        arrays = {}
+        arrays = {EMBED: jnp.zeros((0, config.hidden_size), dtype)}
+        arrays[NORM] = jnp.ones(config.hidden_size, dtype)
         for key, leaf in leaves.items():
             if leaf.stacked and layers is not None:
                 leaf = leaf._replace(names=[leaf.names[i] for i in layers])
@@ -130,7 +134,7 @@ def assemble(
             **{field: arrays.get(f"{field}.weight") for field in norms},
             **{field: linear(field) for field in PROJECTIONS},
         )
-        return Params(arrays.get(EMBED), stacked, arrays.get(NORM), arrays.get(HEAD))
+        return Params(arrays[EMBED], stacked, arrays[NORM], arrays.get(HEAD))
 
     return read
 
