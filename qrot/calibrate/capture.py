@@ -100,17 +100,21 @@ def capture(
     last = forwards(network, rows, forward, batch=batch)
     if gradients:
         backwards(network, entered, predicted_gradients(network, last, seed), backward)
-    others = drawn.each - 1
-    weight = np.full(count * drawn.each, (length - 1) / (length * count * max(others, 1)))
-    weight[:count] = 1 / (length * count)
     means = jax.tree.map(lambda *x: jnp.asarray(np.stack(x) / (count * (length - 1))), *sums)
     captured = Captured(
         _joined(seen, drawn.each),
         _joined(felt, drawn.each) if gradients else None,
-        weight.astype(np.float32),
+        _shares(count, length, drawn.each),
         count,
     )
     return captured, {site: means[site] for site in INPUTS}
+
+
+def _shares(count: int, length: int, each: int) -> Float[np.ndarray, " vectors"]:
+    """The share of all tokens that each vector stands for; first tokens, in front, for their own."""
+    weight = np.full(count * each, (length - 1) / (length * count * max(each - 1, 1)))
+    weight[:count] = 1 / (length * count)
+    return weight.astype(np.float32)
 
 
 def capture_hidden(
