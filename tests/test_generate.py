@@ -1,7 +1,9 @@
 """`qrot generate` from the command line to the tokens, on a tiny model."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ from rich.console import Console
 
 from qrot import cli
 from qrot.errors import InputError
-from qrot.run.run import run
-from qrot.progress import Stages
-from qrot.generate import memory, scheme_named, writer, written
+from qrot.generate import memory, open_network, scheme_named, written
 from qrot.grid import Grid
 from qrot.model.forward import forward
 from qrot.model.params import PackedLinear
+from qrot.progress import Stages
+from qrot.quantize.keep import load_network, save_network
+from qrot.quantize.rtn import rtn
+from qrot.run.run import run
 from qrot.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -28,12 +32,13 @@ def folder(tiny, tmp_path_factory):
     config = runs.tiny_config(tiny, tmp_path_factory.mktemp("run") / "run")
     config = replace(config, methods=("learned",), calibration=runs.CALIBRATION)
     run(config, runs.quiet())
-    return config.out
+    return Path(config.out)
 
 
 def opened(source, **options):
+    """The network of a source."""
     with Stages(Console(quiet=True)) as stages:
-        return writer(str(source), stages, **options)
+        return open_network(str(source), stages, **options)[1]
 
 
 def invoke(monkeypatch, capsys, *arguments):
@@ -44,24 +49,45 @@ def invoke(monkeypatch, capsys, *arguments):
     return stopped.value.code or 0, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("weights", [None, "gptq"])
+@pytest.mark.parametrize("weights", [None, "rtn", "gptq"])
 def test_a_run_writes_what_its_network_would(folder, weights):
     """Greedy tokens are those of one forward pass over all that was written."""
     network = opened(folder, weights=weights)
     assert isinstance(network.params.layers.q, PackedLinear)
     tokens = list(written(network, PROMPT, steps=8))
     everything = jnp.asarray([*PROMPT, *tokens])[None]
-    logits = forward(
-        network.params,
-        everything,
-        network.opened.config,
-        rotations=network.rotations,
-        scheme=network.scheme,
-        shifts=network.shifts,
-        clips=network.clips,
-    )
+    logits = jax.jit(forward)(network, everything)
     likeliest = np.asarray(logits[0].argmax(-1))
     np.testing.assert_array_equal(likeliest[len(PROMPT) - 1 : -1], tokens)
+
+
+def test_a_run_starts_from_the_network_that_it_kept(folder, monkeypatch, tmp_path):
+    """Nothing is read, fused or rounded anew, and the integers are those that were judged."""
+    monkeypatch.setattr("qrot.generate.build", None)
+    network, (kept, _) = opened(folder), load_network(folder / "network.safetensors")
+    assert network.scheme == kept.scheme
+    scale = kept.params.layers.down.scale
+    np.testing.assert_array_equal(network.params.layers.down.scale, scale)
+    # Values that are no integers write, too.
+    plain = rtn(kept.replace(scheme=Scheme(Grid(4))))
+    linear = plain.params.layers.q.replace(scale=None)
+    layers = plain.params.layers.replace(q=linear)
+    file = tmp_path / "network.safetensors"
+    about = load_network(folder / "network.safetensors")[1]
+    save_network(file, plain.replace(params=plain.params.replace(layers=layers)), about)
+    network = opened(file)
+    assert not isinstance(network.params.layers.q, PackedLinear)
+    assert len(list(written(network, PROMPT, steps=2))) == 2
+
+
+def test_a_text_ends_with_any_of_the_tokens_that_end_one(folder):
+    network = opened(folder)
+    tokens = list(written(network, PROMPT, steps=8))
+    last = tokens[3]
+    expected = tokens[: tokens.index(last) + 1]
+    for ends in ((last,), (96 if last != 96 else 95, last)):
+        network = network.replace(config=replace(network.config, eos_token_ids=ends))
+        assert list(written(network, PROMPT, steps=8)) == expected
 
 
 def test_a_model_writes_at_any_bits(tiny):
@@ -108,8 +134,10 @@ def test_the_command_line(folder, monkeypatch, capsys):
         (("RUN", ""), "the prompt is empty"),
         (("RUN", "w1", "--tokens", "9999"), "take a smaller --tokens"),
         (("RUN", "w1", "--scheme", "4bit"), "no name such as W4A4KV4"),
-        (("RUN", "w1", "--weights", "awq"), "is not one of rtn, gptq"),
+        (("RUN", "w1", "--weights", "awk"), "there is no 'awk'; did you mean 'awq'?"),
+        (("RUN", "w1", "--row", "other"), "--row: there is no 'other'"),
         (("MODEL", "w1", "--weights", "gptq"), "only a run has a text"),
+        (("MODEL", "w1", "--row", "other"), "only a run has rows"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, tiny, monkeypatch, capsys, arguments, words):
