@@ -41,7 +41,7 @@ class Captured(struct.PyTreeNode):
 
 
 class _Drawn(NamedTuple):
-    """Positions of the vectors in the tokens of each batch, flattened, and how many a window has."""
+    """Positions of the vectors in the flattened tokens of each batch; how many a window has."""
 
     positions: list[Int[Array, " vectors"]]
     each: int
@@ -111,7 +111,7 @@ def capture(
 
 
 def _shares(count: int, length: int, each: int) -> Float[np.ndarray, " vectors"]:
-    """The share of all tokens that each vector stands for; first tokens, in front, for their own."""
+    """The share of all tokens that each vector stands for; first tokens, in front, for one."""
     weight = np.full(count * each, (length - 1) / (length * count * max(each - 1, 1)))
     weight[:count] = 1 / (length * count)
     return weight.astype(np.float32)
