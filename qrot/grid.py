@@ -1,14 +1,13 @@
-"""What a quantised number is: a grid of levels, and rounding to it with a useful gradient.
+"""What a quantised number is: a grid of integers, and rounding to it with a useful gradient.
 
 `fake_quantise` returns the values that integers on the grid stand for. Its derivative passes
 straight through the rounding, but follows the scale: scale, zero point and clipping are functions
-of the extremes of x, and a rotation that is to shrink those extremes must feel them.
+of the extremes of x, and a rotation that is to shrink those extremes needs their derivatives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import jax
@@ -23,24 +22,26 @@ OFF = 16  # a grid of 16 bits leaves its numbers alone
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels for one kind of tensor: value ~ (q - zero) * scale.
+    """The integers q for one kind of tensor: value ~ (q - zero) * scale.
 
-    kind: how scale and zero follow from the extremes of the values that share them, at b bits,
-      `symmetric`: scale = clip absmax / (2^(b-1) - 1), q in [-2^(b-1), 2^(b-1) - 1], zero 0. At 4
-        bits absmax/7 (QuaRot, SpinQuant);
-      `symmetric_half`: scale = clip absmax / (2^(b-1) - 1/2), same q. At 4 bits absmax/7.5 (GPTQ,
-        compressed-tensors);
-      `asymmetric`: scale = clip (max - min) / (2^b - 1), zero = round(-clip min / scale), q in
-        [0, 2^b - 1]; the interval is widened to hold 0.
-    granularity: which values share a scale. `tensor`: all; `token`: one token's; `channel`: the
-      weights of one output; `head`: one token's in one head; `group`: runs of `group` neighbours
-      along the axis that the product sums over. None: the usual one of the role (weights channel,
-      activations token, keys and values head).
-    clip: factor on the extremes, below 1 to spend the levels on the bulk; `mse` (weights only)
-      searches for each scale the factor of least squared error.
-    threshold: (activations only) channels with a value above it, in any of the tokens that are
-      there, are left alone, and do not count for the scales: LLM.int8() (Dettmers et al., 2022,
-      arXiv 2208.07339) with 6.0; 0 for none.
+    Attributes:
+        bits: b, of an integer; 16 leaves values alone.
+        kind: how scale and zero follow from the extremes of the values that share them.
+            `symmetric`: scale = clip absmax / (2^(b-1) - 1), q in [-2^(b-1), 2^(b-1) - 1], zero 0;
+            at 4 bits absmax/7 (QuaRot, SpinQuant). `symmetric_half`: scale = clip absmax /
+            (2^(b-1) - 1/2), same q; at 4 bits absmax/7.5 (GPTQ, compressed-tensors). `asymmetric`:
+            scale = clip (max - min) / (2^b - 1), zero = round(-clip min / scale), q in
+            [0, 2^b - 1]; the interval is widened to hold 0.
+        granularity: which values share a scale. `tensor`: all; `token`: one token's; `channel`: the
+            weights of one output; `head`: one token's in one head; `group`: runs of `group`
+            neighbours along the axis that the product sums over. None: the usual one of the role
+            (weights channel, activations token, keys and values head).
+        group: values of a group; None without groups.
+        clip: factor on the extremes, below 1 to spend the integers on the bulk; `mse` (weights
+            only) searches for each scale the factor of least squared error.
+        threshold: (activations only) channels with a value above it, in any of the tokens that are
+            there, are left alone, and do not count for the scales: LLM.int8() (Dettmers et al.,
+            2022, arXiv 2208.07339) with 6.0; 0 for none.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -70,17 +71,19 @@ class Grid:
         return self.bits < OFF
 
     @property
-    def levels(self) -> tuple[int, int]:
-        """The lowest and the highest q."""
-        if self.kind == "asymmetric":
-            return 0, 2**self.bits - 1
-        return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+    def qmin(self) -> int:
+        """The lowest q."""
+        return 0 if self.kind == "asymmetric" else -(2 ** (self.bits - 1))
 
     @property
-    def steps(self) -> float:
+    def qmax(self) -> int:
+        """The highest q."""
+        return self.qmin + 2**self.bits - 1
+
+    @property
+    def q_range(self) -> float:
         """Scales between zero (symmetric) or the minimum (asymmetric) and the largest value."""
-        highest = self.levels[1]
-        return highest + 0.5 if self.kind == "symmetric_half" else float(highest)
+        return self.qmax + 0.5 if self.kind == "symmetric_half" else float(self.qmax)
 
 
 def fake_quantise(
@@ -91,13 +94,22 @@ def fake_quantise(
     clip: Float[Array, "..."] | float | None = None,
     scale_gradient: bool = True,
 ) -> Float[Array, "..."]:
-    """Round x to its grid and return the rounded values, in x's dtype and shape.
+    """Round x to its grid.
 
-    axis: the axis that the product sums over: the last for activations [..., tokens, n] and for
-      keys and values [..., tokens, heads, head_dim], the one before for weights [in, out].
-    clip: instead of `grid.clip`, one number or an array that broadcasts against the scales (shape
-      of x with `axis` reduced to 1); it is differentiable.
-    Raises InputError where a group does not divide the axis.
+    Args:
+        x: activations [..., tokens, n], keys or values [..., tokens, heads, head_dim], or weights
+            [in, out].
+        grid: to round to.
+        axis: the one that the product sums over: the last, or the one before for weights.
+        clip: instead of `grid.clip`, one number or an array that broadcasts against the scales
+            (shape of x with `axis` reduced to 1); it is differentiable.
+        scale_gradient: whether the derivative follows the scale, or takes it for a constant.
+
+    Returns:
+        The values that the nearest integers stand for, in x's dtype and shape.
+
+    Raises:
+        InputError: where a group does not divide the axis.
     """
     if not grid.on:
         return x
@@ -113,13 +125,15 @@ def fake_quantise(
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
 
 
-@struct.dataclass
-class Quantised:
+class Quantised(struct.PyTreeNode):
     """Integers of at most 8 bits that stand for values: value ~ (codes - zero) * scale + shift.
 
-    codes: as wide as the grid, signed: those of an asymmetric grid are q - 2^(b-1), and so is zero.
-    scale, zero: the shape of codes, but for the axes that share them, which are 1, or the number of
-      groups. zero is None on a symmetric grid; shift is None for none.
+    Attributes:
+        codes: as wide as the grid, signed: those of an asymmetric grid are q - 2^(b-1).
+        scale: the shape of codes, but for the axes that share one, which are 1, or the number of
+            groups.
+        zero: of the same shape, and less 2^(b-1) as codes are; None on a symmetric grid.
+        shift: added at last; None for none.
     """
 
     codes: Int8[Array, "..."]
@@ -137,8 +151,9 @@ def quantise(
 ) -> Quantised:
     """The integers whose values `fake_quantise` returns, to the last bit. Arguments as there.
 
-    Raises ValueError where the grid is wider than 8 bits or has a threshold; InputError where a
-    group does not divide the axis.
+    Raises:
+        ValueError: where the grid is wider than 8 bits or has a threshold.
+        InputError: where a group does not divide the axis.
     """
     if grid.bits > 8 or grid.threshold:
         raise ValueError(
@@ -154,21 +169,26 @@ def quantise(
         codes = codes + zero
     if grid.group is not None:
         scale, zero = jax.tree.map(lambda s: s.squeeze(axis + 1), (scale, zero))
-    codes, zero = jax.tree.map(lambda q: q.astype(jnp.int8), (codes.reshape(x.shape), zero))
-    return Quantised(codes, scale, zero)
+    codes = codes.reshape(x.shape).astype(jnp.int8)
+    return Quantised(codes, scale, None if zero is None else zero.astype(jnp.int8))
 
 
 def dequantise(x: Quantised, *, axis: int = -1) -> Float[Array, "..."]:
-    """The values that integers stand for. axis: the one that groups run along."""
+    """The values that integers stand for.
+
+    Args:
+        x: the integers.
+        axis: the one that groups run along.
+    """
     groups, n = x.scale.shape[axis], x.codes.shape[axis]
 
     def each(s):
         return jnp.repeat(s, n // groups, axis) if 1 < groups < n else s
 
-    steps = x.codes.astype(x.scale.dtype)
+    codes = x.codes.astype(x.scale.dtype)
     if x.zero is not None:
-        steps = steps - each(x.zero).astype(x.scale.dtype)
-    values = steps * each(x.scale)
+        codes = codes - each(x.zero).astype(x.scale.dtype)
+    values = codes * each(x.scale)
     return values if x.shift is None else values + x.shift.astype(values.dtype)
 
 
@@ -181,7 +201,7 @@ def expected_error(
 ) -> Float[Array, "..."]:
     """The squared error that rounding each value to its grid is expected to make; no rounding here.
 
-    Between the ends of the grid s^2 / 12, as for values that fall anywhere between two levels
+    Between the ends of the grid s^2 / 12, as for values that fall anywhere between two integers
     (Bennett, 1948); beyond an end the squared distance to it is added. Smooth but for the extremes
     of x, where the error itself is a sawtooth. Arguments as for `fake_quantise`.
     """
@@ -197,10 +217,10 @@ def expected_error(
     if grid.kind == "asymmetric":
         low = jnp.minimum(grouped.min(axes, keepdims=True), 0) * clip
         high = jnp.maximum(grouped.max(axes, keepdims=True), 0) * clip
-        step = (high - low) / grid.steps
+        step = (high - low) / grid.q_range
     else:
-        step = jnp.abs(grouped).max(axes, keepdims=True) * clip / grid.steps
-        low, high = grid.levels[0] * step, grid.levels[1] * step
+        step = jnp.abs(grouped).max(axes, keepdims=True) * clip / grid.q_range
+        low, high = grid.qmin * step, grid.qmax * step
     beyond = grouped - jnp.clip(grouped, low, high)
     return (jnp.square(step) / 12 + jnp.square(beyond)).reshape(x.shape)
 
@@ -238,15 +258,15 @@ def scale_between(low, high, clip, grid: Grid):
     """Scale and zero point by the extremes; on a symmetric grid high is the largest magnitude."""
     if grid.kind == "asymmetric":
         low, high = jnp.minimum(low, 0) * clip, jnp.maximum(high, 0) * clip
-        scale = _no_zeros(_divide(high - low, grid.steps))
+        scale = _no_zeros(_divide(high - low, grid.q_range))
         return scale, jnp.round(_divide(-low, scale))
-    return _no_zeros(_divide(high * clip, grid.steps)), None
+    return _no_zeros(_divide(high * clip, grid.q_range)), None
 
 
 def _divide(x, y):
     """x / y, correctly rounded, where XLA would multiply by the reciprocal of a scalar or a scale.
 
-    On the grid absmax/7.5 the largest value lies just between two levels: the last bit of the
+    On the grid absmax/7.5 the largest value lies just between two integers: the last bit of the
     quotient decides, and should do so as in PyTorch. The condition is false for every number.
     """
     return x / jnp.where(jnp.isnan(x), x, y)
@@ -265,16 +285,18 @@ def _no_zeros(scale):
     return jnp.where(scale == 0, 1, scale)  # all values are 0: any scale represents them
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _fake_quantise(x, clip, grid, axes, scale_gradient):
+def _to_nearest(x, clip, grid: Grid, axes: tuple[int, ...], scale_gradient: bool) -> Array:
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale, zero = scale_and_zero(x32, clip, grid, axes)
     return (nearest(x32, scale, zero, grid) * scale).astype(x.dtype)
 
 
+_fake_quantise = jax.custom_vjp(_to_nearest, nondiff_argnums=(2, 3, 4))
+
+
 def nearest(x, scale, zero, grid: Grid):
-    """q - zero of the level next to each x; zero is None on a symmetric grid."""
-    low, high = grid.levels
+    """q - zero next to each x; zero is None on a symmetric grid."""
+    low, high = grid.qmin, grid.qmax
     if zero is not None:
         low, high = low - zero, high - zero
     return jnp.clip(jnp.round(_divide(x, scale)), low, high)
@@ -287,7 +309,7 @@ def _forward(x, clip, grid, axes, scale_gradient):
 def _backward(grid, axes, scale_gradient, saved, g):
     """Straight-through rounding: d round(t) = dt, and the chain rule for all the rest.
 
-    Inside the levels d x^ = dx + (q - x / s) ds; a clipped value moves with the end of the interval
+    Inside the grid d x^ = dx + (q - x / s) ds; a clipped value moves with the end of the interval
     only. The ends move with the extreme values of x, so the derivative of the scale lands on the
     elements that attain them (shared where several do).
     """
@@ -296,7 +318,7 @@ def _backward(grid, axes, scale_gradient, saved, g):
         return g, jnp.zeros_like(clip)
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale, zero = scale_and_zero(x32, clip, grid, axes)
-    low, high = grid.levels
+    low, high = grid.qmin, grid.qmax
     if zero is not None:
         low, high = low - zero, high - zero
     t = _divide(x32, scale)
@@ -314,16 +336,16 @@ def _backward(grid, axes, scale_gradient, saved, g):
     if zero is None:
         g_scale = total(g * jnp.where(inside, rounded - t, jnp.clip(rounded, low, high)))
         biggest = jnp.abs(x32).max(axes, keepdims=True)
-        g_clip = g_scale * biggest / grid.steps
+        g_clip = g_scale * biggest / grid.q_range
         hit = jnp.abs(x32) == biggest
-        share = g_scale * clip / grid.steps / total(hit.astype(g_x.dtype))
+        share = g_scale * clip / grid.q_range / total(hit.astype(g_x.dtype))
         g_x = g_x + jnp.where(hit, jnp.sign(x32) * share, 0)
     else:
-        # x^ = low end for what is clipped below, low end + steps * scale for what is above.
+        # x^ = low end for what is clipped below, low end + q_range * scale for what is above.
         above = rounded > high
         g_scale = total(g * jnp.where(inside, rounded - t, 0))
-        g_low = total(jnp.where(rounded < low, g, 0)) - g_scale / grid.steps
-        g_high = total(jnp.where(above, g, 0)) + g_scale / grid.steps
+        g_low = total(jnp.where(rounded < low, g, 0)) - g_scale / grid.q_range
+        g_high = total(jnp.where(above, g, 0)) + g_scale / grid.q_range
         minimum, maximum = x32.min(axes, keepdims=True), x32.max(axes, keepdims=True)
         g_clip = g_low * jnp.minimum(minimum, 0) + g_high * jnp.maximum(maximum, 0)
         g_x = g_x + jnp.where(minimum < 0, at(minimum, g_low * clip), 0)
@@ -332,7 +354,7 @@ def _backward(grid, axes, scale_gradient, saved, g):
 
 
 def _sum_to(x, shape):
-    """The transpose of broadcasting from `shape`."""
+    """The transpose of broadcasting to x's shape from `shape`."""
     extra = x.ndim - len(shape)
     x = x.sum(tuple(range(extra)))
     return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] > 1), keepdims=True)

@@ -31,7 +31,7 @@ def straight_through(x, clip, grid, axes):
         zero = hold(jnp.round(-low / scale))
         first, last = -zero, 2**grid.bits - 1 - zero
     else:
-        scale = exact(clip * jnp.abs(x).max(axes, keepdims=True), grid.steps)
+        scale = exact(clip * jnp.abs(x).max(axes, keepdims=True), grid.q_range)
         first, last = -(2 ** (grid.bits - 1)), 2 ** (grid.bits - 1) - 1
         low, high = first * scale, last * scale
     t = exact(x, scale)

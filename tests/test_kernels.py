@@ -23,7 +23,7 @@ from kernel_cases import (
 from qrot.errors import InputError
 from qrot.grid import Grid, Quantised, dequantise, quantise
 from qrot.hadamard.factors import hadamard_dense
-from qrot.kernels.dispatch import choose, emulated
+from qrot.kernels.dispatch import choose, device_of, emulated
 from qrot.kernels.fwht import fwht
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.pack import pack_int4
@@ -166,8 +166,8 @@ def test_what_is_not_available():
     x = normal(2, 512)
     for named, words in [
         ("triton", "'triton' is none of xla, pallas_tpu, mosaic_gpu"),
-        ("pallas_tpu", "'pallas_tpu' of fwht is not available: the default device is a CPU"),
-        ("mosaic_gpu", "'mosaic_gpu' of fwht is not available: the default device is a CPU"),
+        ("pallas_tpu", "'pallas_tpu' of fwht is not available: the device is a CPU"),
+        ("mosaic_gpu", "'mosaic_gpu' of fwht is not available: the device is a CPU"),
     ]:
         with pytest.raises(InputError, match=words):
             fwht(x, implementation=named)
@@ -203,25 +203,73 @@ def test_a_block_that_does_not_divide_is_no_kernel():
                     call(normal(2, 2048), block=block)
 
 
-def test_none_follows_the_device(monkeypatch):
-    class Device:
-        compute_capability = "9.0"
+class Device:
+    def __init__(self, platform, capability=""):
+        self.platform, self.compute_capability = platform, capability
 
+
+def test_none_follows_the_device(monkeypatch):
     kernels = {"pallas_tpu": lambda: None, "mosaic_gpu": lambda: None}
-    assert choose("it", None, kernels) == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert choose("it", None, kernels) == "pallas_tpu"
-    assert choose("it", "xla", kernels) == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device])
+    here = []
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: here)
+
+    def chosen(implementation=None, refusals=kernels):
+        """For arguments of which tracing says nothing."""
+        found = []
+        jax.make_jaxpr(lambda x: found.append(choose("it", implementation, refusals, x)))(1.0)
+        return found[0]
+
+    here[:] = [Device("cpu")]
+    assert chosen() == "xla"
+    here[:] = [Device("tpu")]
+    assert chosen() == "pallas_tpu"
+    assert chosen("xla") == "xla"
     pytest.importorskip("absl")
-    assert choose("it", None, kernels) == "mosaic_gpu"
-    assert choose("it", None, {"mosaic_gpu": lambda: "too odd"}) == "xla"
+    here[:] = [Device("gpu", "9.0")]
+    assert chosen() == "mosaic_gpu"
+    assert chosen(refusals={"mosaic_gpu": lambda: "too odd"}) == "xla"
     with pytest.raises(InputError, match="not available: too odd"):
-        choose("it", "mosaic_gpu", {"mosaic_gpu": lambda: "too odd"})
+        chosen("mosaic_gpu", {"mosaic_gpu": lambda: "too odd"})
     for other in ("8.0", "10.0"):
-        Device.compute_capability = other
-        assert choose("it", None, kernels) == "xla"
+        here[:] = [Device("gpu", other)]
+        assert chosen() == "xla"
+
+
+def test_the_device_is_that_of_the_arguments(monkeypatch):
+    """On a machine whose default device is a TPU, what is on the CPU stays there."""
+    cpu, tpu = jax.devices("cpu")[0], Device("tpu")
+    x = normal(2, 4)
+    monkeypatch.setattr(
+        jax, "local_devices", lambda backend=None: [tpu if backend is None else cpu]
+    )
+    assert device_of(x) == device_of({"a": (None, x)}) == cpu
+    assert device_of(jax.device_put(x, cpu)) == cpu
+    assert device_of(None) is device_of(np.ones(3)) is tpu
+    found = []
+    kernels = {"pallas_tpu": lambda: None}
+
+    def look(y, z=None):
+        found.append(choose("it", None, kernels, (y, z)))
+        return y
+
+    look(x)  # concrete
+    jax.make_jaxpr(look)(x)  # nothing is known of where it will run
+    jax.make_jaxpr(lambda y: look(y, x))(x)  # but beside a constant that is here
+    with jax.default_device(cpu):
+        jax.make_jaxpr(look)(x)
+    with jax.set_mesh(jax.make_mesh((1,), ("a",), devices=[cpu])):
+        jax.make_jaxpr(look)(x)
+    assert found == ["xla", "pallas_tpu", "xla", "xla", "xla"]
+
+
+def test_nothing_asks_for_the_default_backend(monkeypatch):
+    def refuse():
+        raise AssertionError("the default backend is not where the arguments are")
+
+    monkeypatch.setattr(jax, "default_backend", refuse)
+    x = quantise(normal(1, 16), Grid(8))
+    fwht(normal(2, 512))
+    int8_matmul(x, jnp.ones((1, 16, 8), jnp.int8), jnp.ones((1, 8)))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

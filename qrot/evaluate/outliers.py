@@ -8,16 +8,17 @@ from flax import struct
 from jaxtyping import Array, Float
 
 
-@struct.dataclass
-class Outliers:
+class Outliers(struct.PyTreeNode):
     """Of vectors x [tokens, n].
 
-    largest: max |x| of each channel [n]; tops: max |x| of each token [tokens].
-    ratio: the largest channel maximum by the median one.
-    crest: max / rms of a token, median.
-    incoherence: max |x| / ||x|| of a token, median: 1 / sqrt(n) if all values are equal in size, 1
-      if there is but one.
-    kurtosis: mean x^4 / (mean x^2)^2 of all values: 3 of normal ones.
+    Attributes:
+        largest: max |x| of each channel.
+        tops: max |x| of each token.
+        ratio: the largest channel maximum by the median one.
+        crest: max / rms of a token, median.
+        incoherence: max |x| / ||x|| of a token, median: 1 / sqrt(n) if all values are equal in
+            size, 1 if there is but one.
+        kurtosis: mean x^4 / (mean x^2)^2 of all values: 3 of normal ones.
     """
 
     largest: Float[Array, " n"]

@@ -16,9 +16,14 @@ def attention(
     *,
     first: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch length features"]:
-    """Causal softmax attention with grouped heads; a window of 0 tokens is no limit.
+    """Causal softmax attention with grouped heads.
 
-    Keys and values are those of the positions from 0 on; first: the position of the first query.
+    Args:
+        q: queries.
+        k: keys of the positions from 0 on.
+        v: values of the same.
+        window: tokens that may be looked back on, a query's own included; 0 or None for no limit.
+        first: the position of the first query; 0 if None.
     """
     position = jnp.arange(q.shape[1])
     if first is not None:

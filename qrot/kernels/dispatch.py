@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from qrot.errors import InputError
 
@@ -21,28 +22,37 @@ _emulated: ContextVar[tuple[str, Any] | None] = ContextVar("emulated", default=N
 
 
 def choose(
-    name: str, implementation: str | None, refusals: dict[str, Callable[[], str | None]]
+    name: str,
+    implementation: str | None,
+    refusals: dict[str, Callable[[], str | None]],
+    arguments: Any,
 ) -> str:
-    """The implementation of the kernel `name` that is to run.
+    """The implementation of a kernel that is to run.
 
-    implementation: one of IMPLEMENTATIONS, or None for that of the default device, or `xla` where
-      it cannot do what is asked for.
-    refusals: by implementation, a function that says why it cannot, or returns None where it can.
-    Raises InputError where a named one is not there or cannot.
+    Args:
+        name: of the kernel.
+        implementation: one of IMPLEMENTATIONS, or None for that of the device of the arguments, or
+            `xla` where it cannot do what is asked for.
+        refusals: by implementation, a function that says why it cannot, or returns None where it
+            can.
+        arguments: a pytree of all arrays that the kernel is given.
+
+    Raises:
+        InputError: where a named one is not there or cannot.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         names = ", ".join(IMPLEMENTATIONS)
         raise InputError(f"implementation={implementation!r} is none of {names}")
     if implementation == "xla":
         return "xla"
-    here, device = _of_the_device()
+    here, device = _suited(arguments)
     wanted = implementation or here
     if wanted == "xla":
         return "xla"
     if wanted not in refusals:
         why = "there is no such kernel"
     elif wanted != here:
-        why = f"the default device is {device}"
+        why = f"the device is {device}"
     else:
         why = refusals[wanted]()
     if why is None:
@@ -52,18 +62,39 @@ def choose(
     raise InputError(f"implementation={implementation!r} of {name} is not available: {why}")
 
 
-def _of_the_device() -> tuple[str, str]:
-    """The implementation for the default device, and the device in words."""
+def device_of(arguments: Any) -> Any:
+    """The `jax.Device` that a computation runs on.
+
+    Args:
+        arguments: a pytree of its arrays. Concrete ones say where they are, those first that are
+            committed to a device; if all are traced, it is a device of the mesh that is set
+            (`jax.set_mesh`), or the default one (`jax.default_device`).
+    """
+    arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+    arrays = [x for x in arrays if not isinstance(x, Tracer)]
+    if arrays:
+        placed = next((x for x in arrays if x.committed), arrays[0])
+        return next(iter(placed.devices()))
+    config: Any = jax.config  # whose fields are made when jax is imported
+    meant = jax.sharding.get_abstract_mesh().abstract_device or config.jax_default_device
+    if isinstance(meant, jax.Device):
+        return meant
+    platform = meant if meant is None or isinstance(meant, str) else meant.platform
+    return jax.local_devices(backend=platform)[0]
+
+
+def _suited(arguments: Any) -> tuple[str, str]:
+    """The implementation for the device of the arguments, and the device in words."""
     if emulated := _emulated.get():
         return emulated[0], f"an emulated one for {emulated[0]}"
-    backend = jax.default_backend()
-    if backend == "tpu":
+    device = device_of(arguments)
+    if device.platform == "tpu":
         return "pallas_tpu", "a TPU"
-    if backend != "gpu":
-        return "xla", f"a {backend.upper()}"
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    if device.platform != "gpu":
+        return "xla", f"a {device.platform.upper()}"
+    capability = device.compute_capability
     if not capability.startswith("9."):  # wgmma is Hopper's alone: Blackwell has another
-        return "xla", f"a GPU of compute capability {capability or 'unknown'}, not Hopper's 9"
+        return "xla", f"a GPU of compute capability {capability}, not Hopper's 9"
     if importlib.util.find_spec("absl") is None:
         return "xla", "a Hopper GPU, but absl-py, which Mosaic GPU needs, is not installed"
     return "mosaic_gpu", "a Hopper GPU"
@@ -79,8 +110,11 @@ def interpreting() -> Any:
 def emulated(implementation: str, interpret: Any = True) -> Iterator[None]:
     """Within it, kernels run as on the device of this implementation, interpreted: for tests.
 
-    interpret: as for `pl.pallas_call` or `plgpu.kernel`. Functions under `jit` must be traced
-    within it: their caches know nothing of it.
+    Functions under `jit` must be traced within it: their caches know nothing of it.
+
+    Args:
+        implementation: one of IMPLEMENTATIONS.
+        interpret: as for `pl.pallas_call` or `plgpu.kernel`.
     """
     token = _emulated.set((implementation, interpret))
     try:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from qrot.kernels.dispatch import choose, interpreting
 from qrot.hadamard.factors import hadamard_factors, hadamard_matrix, hadamard_order
+from qrot.kernels.dispatch import choose, device_of, interpreting
 
 # Entries that are transformed at once on a CPU. Measured on 4096 x 4096 in float32: whole 4.5 times
 # a copy, in parts of 2^16, 2^18 and 2^20 entries 4.0, 2.6 and 2.8 times.
@@ -25,18 +25,28 @@ def fwht(
     transpose: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*batch n"]:
-    """x H / sqrt(n) along the last axis, x [..., n], by one small dot per Kronecker factor.
+    """x H / sqrt(n) along the last axis, by one small dot per Kronecker factor.
 
     H is the Kronecker product of the Hadamard matrices of `hadamard_factors(n)`. The cost is n
-    times the sum of the factors, O(n log n) for a given K in n = K 2^m. `transpose=True` multiplies
-    by H^T / sqrt(n), the inverse. `block` transforms each run of `block` entries on its own. Half
-    precisions are accumulated in float32; the result has the dtype of x. implementation: see
-    `qrot.kernels.dispatch`. Raises InputError if n (or block) has no Hadamard matrix here, if block
-    does not divide n, or if the implementation cannot do this.
+    times the sum of the factors, O(n log n) for a given K in n = K 2^m. Half precisions are
+    accumulated in float32.
+
+    Args:
+        x: vectors.
+        block: transforms each run of so many entries by itself; None all at once.
+        transpose: whether to multiply by H^T / sqrt(n), the inverse.
+        implementation: see `qrot.kernels.dispatch`.
+
+    Returns:
+        The transform, in the dtype of x.
+
+    Raises:
+        InputError: if n (or block) has no Hadamard matrix here, if block does not divide n, or if
+            the implementation cannot do this.
     """
     order = hadamard_order(x.shape[-1], block)
     factors = hadamard_factors(order)
-    chosen = choose("fwht", implementation, _refusals(x, block))
+    chosen = choose("fwht", implementation, _refusals(x, block), x)
     if chosen == "pallas_tpu":
         from qrot.kernels.pallas_tpu import fwht as tpu
 
@@ -47,16 +57,16 @@ def fwht(
         return gpu.fwht(x, block, transpose, interpreting())
     rows = x.reshape(-1, order)
     part = functools.partial(_by_factors, factors=factors, transpose=transpose)
-    few = _rows_at_once(*rows.shape)
+    few = _rows_at_once(*rows.shape) if device_of(x).platform == "cpu" else len(rows)
     if few < len(rows):
         return jax.lax.map(part, rows.reshape(-1, few, order)).reshape(x.shape)
     return part(rows).reshape(x.shape)
 
 
 def _rows_at_once(rows: int, order: int) -> int:
-    """On a CPU as many rows as stay in its cache from factor to factor; otherwise all."""
+    """As many rows as stay in a CPU's cache from factor to factor."""
     most = _CACHED // order
-    if jax.default_backend() != "cpu" or rows < 2 * most:
+    if rows < 2 * most:
         return rows
     few = max(count for count in range(1, max(most, 1) + 1) if rows % count == 0)
     return few if few * order >= _CACHED // 8 else rows  # in too small parts nothing is gained

@@ -16,12 +16,14 @@ from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.pack import pack_int4, unpack_int4
 
 
-@struct.dataclass
-class PackedHeads:
+class PackedHeads(struct.PyTreeNode):
     """Keys or values of some tokens: value ~ (codes - zero) * scale.
 
-    codes: [..., length, kv_heads, head_dim], or half of head_dim, two 4-bit codes a byte
-      (`pack_int4`). scale, zero: [..., length, kv_heads or 1, groups]; zero None where symmetric.
+    Attributes:
+        codes: width is head_dim, or half of it, two 4-bit codes a byte (`pack_int4`).
+        scale: scales is kv_heads, or 1 where all heads of a token share one.
+        zero: None on a symmetric grid.
+        bits: of a code.
     """
 
     codes: Int8[Array, "*batch length kv_heads width"]
@@ -31,14 +33,20 @@ class PackedHeads:
 
 
 def fits(grid: Grid) -> bool:
-    """Whether keys or values on this grid can be kept as integers, token by token."""
+    """Whether keys or values on this grid can be stored as integers, token by token."""
     return grid.bits <= 8 and grid.granularity != "tensor"
 
 
 def empty_heads(shape: tuple[int, ...], grid: Grid, dtype: Any = jnp.float32) -> PackedHeads:
-    """Room for keys or values of shape [..., length, kv_heads, head_dim] on a grid that `fits`.
+    """Room for keys or values.
 
-    dtype: of the scales. Raises InputError where a group does not divide head_dim.
+    Args:
+        shape: [..., length, kv_heads, head_dim].
+        grid: one that `fits`.
+        dtype: of the scales.
+
+    Raises:
+        InputError: where a group does not divide head_dim.
     """
     *batch, heads, width = shape
     groups = 1 if grid.group is None else width // grid.group
@@ -51,7 +59,7 @@ def empty_heads(shape: tuple[int, ...], grid: Grid, dtype: Any = jnp.float32) ->
 
 
 def pack_heads(new: Quantised, bits: int) -> PackedHeads:
-    """Codes [..., length, kv_heads, head_dim] as a cache holds them."""
+    """Codes [..., length, kv_heads, head_dim] as a cache stores them."""
     codes = pack_int4(new.codes) if bits <= 4 else new.codes
     return PackedHeads(codes, new.scale, new.zero, bits)
 
@@ -65,8 +73,10 @@ def unpack_heads(packed: PackedHeads) -> Float[Array, "*batch length kv_heads he
 def append(cache: PackedHeads, new: Quantised, place: tuple[Any, ...]) -> PackedHeads:
     """The cache with some tokens more, written in place under `jit`.
 
-    new: [..., tokens, kv_heads, head_dim]. place: where its first token goes, one index for each
-    axis of the cache before kv_heads; axes of the cache that `new` lacks are its first.
+    Args:
+        cache: of the tokens before.
+        new: [..., tokens, kv_heads, head_dim]; axes of the cache that it lacks are the first.
+        place: where its first token goes, one index for each axis of the cache before kv_heads.
     """
     at = tuple(jnp.asarray(i, jnp.int32) for i in (*place, 0, 0))
 
@@ -87,11 +97,19 @@ def attend(
     layer: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch new features"]:
-    """`attention` of new tokens, the first at position `first`, to a packed cache with them in it.
+    """`attention` of new tokens to a packed cache with them in it.
 
-    layer: which one of a cache of all layers, whose first axis they are; None for a cache of one,
-      without that axis. A kernel reads its part of the whole where it is.
-    Keys or values may be unpacked. Raises InputError where the implementation cannot do this.
+    Args:
+        q: queries of the new tokens.
+        keys, values: packed or not, with the new tokens in them.
+        window: tokens that may be looked back on; 0 or None for no limit.
+        first: the position of the first new token.
+        layer: which one of a cache of all layers, whose first axis they are; None for a cache of
+            one, without that axis. A kernel reads its part of the whole where it is.
+        implementation: see `qrot.kernels.dispatch`.
+
+    Raises:
+        InputError: where the implementation cannot do this.
     """
 
     def tpu():
@@ -104,7 +122,8 @@ def attend(
 
         return refusal(q, keys, values)
 
-    chosen = choose("kv4", implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
+    refusals = {"pallas_tpu": tpu, "mosaic_gpu": gpu}
+    chosen = choose("kv4", implementation, refusals, (q, keys, values))
     if layer is None:
         layer = jnp.zeros((), jnp.int32)
         keys, values = jax.tree.map(lambda x: x[None], (keys, values))

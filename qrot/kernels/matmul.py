@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.errors import InputError
 from qrot.grid import Quantised
-from qrot.kernels.dispatch import choose, interpreting
+from qrot.kernels.dispatch import choose, device_of, interpreting
 from qrot.kernels.pack import unpack_int4
 
 
@@ -30,11 +30,18 @@ def int8_matmul(
 ) -> Float[Array, "tokens out"]:
     """x W, W the 8-bit weight times its scales, accumulated in integers within a group.
 
-    x: codes [tokens, in] with scale [tokens, 1] (or [1, 1]), times which and the weight's scale the
-      integers are multiplied at last; a zero [tokens, 1] needs `sums`, of the weight's codes over
-      a group's inputs: x W = s (q W - zero sums). Or x is not quantised, then the weight is
-      widened.
-    Raises InputError where x has groups, or the implementation cannot do this.
+    Args:
+        x: codes [tokens, in] with scale [tokens, 1] (or [1, 1]), times which and the weight's scale
+            the integers are multiplied at last. Or x is not quantised, then the weight is widened.
+        weight: integers.
+        scale: of the weight.
+        sums: of the weight's codes over a group's inputs; needed where x has a zero [tokens, 1]:
+            x W = s (q W - zero sums).
+        dtype: of the result.
+        implementation: see `qrot.kernels.dispatch`.
+
+    Raises:
+        InputError: where x has groups, or the implementation cannot do this.
     """
     return _dispatched("int8_matmul", x, weight, scale, sums, dtype, implementation)
 
@@ -67,7 +74,8 @@ def _dispatched(name, x, weight, scale, sums, dtype, implementation) -> Float[Ar
 
         return (int4_matmul if packed else matmul).refusal(x, weight, dtype)
 
-    chosen = choose(name, implementation, {"pallas_tpu": tpu, "mosaic_gpu": gpu})
+    refusals = {"pallas_tpu": tpu, "mosaic_gpu": gpu}
+    chosen = choose(name, implementation, refusals, (x, weight, scale, sums))
     if chosen == "pallas_tpu":
         from qrot.kernels.pallas_tpu.matmul import product
 
@@ -91,7 +99,7 @@ def _product(x, weight, scale, sums, dtype) -> Float[Array, "tokens out"]:
         wide = (weight.astype(scale.dtype) * scale[:, None]).reshape(-1, out)
         return x.astype(dtype) @ wide.astype(dtype)
     # On a CPU XLA multiplies one row of integers six times slower than two.
-    alone = len(x.codes) == 1 and jax.default_backend() == "cpu"
+    alone = len(x.codes) == 1 and device_of((x, weight, scale)).platform == "cpu"
     rows = jnp.repeat(x.codes, 2, axis=0) if alone else x.codes
     codes = rows.reshape(-1, groups, size)
     dot = partial(jnp.matmul, preferred_element_type=jnp.int32)

@@ -12,7 +12,10 @@ def pack_int4(codes: Int8[Array, "..."], *, axis: int = -1) -> Int8[Array, "..."
     """Codes in [-8, 7], half as many bytes along the axis.
 
     The first half of the axis is in the low nibbles and the second in the high ones: unpacking is
-    two shifts, with nothing to interleave. Raises InputError where the axis is odd.
+    two shifts, with nothing to interleave.
+
+    Raises:
+        InputError: where the axis is odd.
     """
     if codes.shape[axis] % 2:
         raise InputError(f"an axis of {codes.shape[axis]} has no two halves to pack")

@@ -7,9 +7,9 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from qrot.grid import Grid, Quantised, quantise
+from qrot.hadamard.factors import hadamard_factors, hadamard_order
 from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.fwht import fwht
-from qrot.hadamard.factors import hadamard_factors, hadamard_order
 
 
 def rotate_quantize(
@@ -24,9 +24,21 @@ def rotate_quantize(
 ) -> Quantised:
     """x times signs, `fwht` along the last axis, less the shift, then `quantise`.
 
-    The result has codes [..., n], scale and zero [..., groups], and the shift. grid: of
-    activations, at most 8 bits. block: as in `fwht`. Raises as both do, and InputError where the
-    implementation cannot do this.
+    Args:
+        x: vectors.
+        grid: of activations, at most 8 bits.
+        block: as in `fwht`.
+        clip: as in `quantise`.
+        signs: of the rotation; None for ones.
+        shift: in the rotated basis; None for none.
+        implementation: see `qrot.kernels.dispatch`.
+
+    Returns:
+        Codes [..., n], scale and zero [..., groups], and the shift.
+
+    Raises:
+        InputError: as `fwht` and `quantise` do, and where the implementation cannot do this.
+        ValueError: as `quantise` does.
     """
     n = x.shape[-1]
     hadamard_factors(hadamard_order(n, block))  # raises where there is no such matrix
@@ -43,7 +55,7 @@ def rotate_quantize(
 
     if grid.bits <= 8 and not grid.threshold:  # otherwise `quantise` says why not
         refusals = {"pallas_tpu": tpu, "mosaic_gpu": gpu}
-        chosen = choose("rotate_quantize", implementation, refusals)
+        chosen = choose("rotate_quantize", implementation, refusals, (x, signs, shift, clip))
         ratio: Any = grid.clip if clip is None else clip
         if chosen == "pallas_tpu":
             from qrot.kernels.pallas_tpu import rotate_quantize as on_tpu
@@ -55,8 +67,8 @@ def rotate_quantize(
 
             found = on_gpu.rotate_quantize(x, grid, block, ratio, signs, shift, interpreting())
             return found.replace(shift=shift)
-    own = "xla" if implementation == "xla" else None
+    inner = "xla" if implementation == "xla" else None
     flipped = x if signs is None else x * signs.astype(x.dtype)
-    turned = fwht(flipped, block=block, implementation=own)
-    moved = turned if shift is None else turned - shift.astype(x.dtype)
+    rotated = fwht(flipped, block=block, implementation=inner)
+    moved = rotated if shift is None else rotated - shift.astype(x.dtype)
     return quantise(moved, grid, clip=clip).replace(shift=shift)
