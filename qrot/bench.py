@@ -28,7 +28,7 @@ from qrot.learn.settings import Learn
 from qrot.learn.starting_point import starting_point
 from qrot.learn.step import move, optimiser_state, update
 from qrot.model.forward import forward
-from qrot.model.params import Layers, Model
+from qrot.model.params import Layers, Model, Network
 from qrot.network import fold
 from qrot.quantize.gptq import Gptq, round_layer
 from qrot.rotation.random import RotationSites
@@ -86,37 +86,12 @@ def bench_learn(
         rounds: that are counted, after one of warm-up.
         advance: called after each run of a function.
     """
-    plain_network, a4 = fold(model.network), Grid(4, "asymmetric")
-    network = plain_network.replace(scheme=Scheme(Grid(weight_bits), a4, a4, a4))
-    settings = Learn(objective="cross_entropy", start="hadamard", batch=batch, length=length)
-    vocabulary = network.config.vocab_size
-    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, vocabulary)
-    shifts = mean_inputs(network, np.asarray(tokens))
-    transform = starting_point(network, settings, RotationSites(), 0, shifts)
-    state = optimiser_state(transform, settings)
-
-    plain = jax.jit(lambda network, tokens: token_nll(forward(network, tokens), tokens).mean())
-    loss, gradient = jax.jit(cross_entropy), jax.jit(jax.value_and_grad(cross_entropy))
-    retract = jax.jit(partial(move, rate=1e-3, settings=settings))
-    direction = jax.tree.map(jnp.ones_like, transform)
-    unrotated = transform.replace(rotations={}, scales={})
-    seconds = in_turn(
-        {
-            "plain": partial(plain, plain_network, tokens),
-            "quantised": partial(loss, unrotated, network, tokens),
-            "rotated": partial(loss, transform, network, tokens),
-            "gradient": partial(gradient, transform, network, tokens),
-            "retraction": partial(retract, transform, direction, state),
-            # `update` donates the optimiser's state, so each call gets a copy.
-            "step": lambda: update(
-                transform, jax.tree.map(jnp.copy, state), network, tokens, 1e-3, settings
-            ),
-        },
-        rounds,
-        advance,
-    )
+    a4 = Grid(4, "asymmetric")
+    scheme = Scheme(Grid(weight_bits), a4, a4, a4)
+    network = fold(model.network).replace(scheme=scheme)
+    seconds = in_turn(_learn_functions(network, batch, length), rounds, advance)
     return {
-        "scheme": network.scheme.name,
+        "scheme": scheme.name,
         "tokens": batch * length,
         "plain": seconds["plain"],
         "step": seconds["step"],
@@ -127,6 +102,33 @@ def bench_learn(
             "retraction": seconds["retraction"],
         },
         "peak_memory": peak_memory(),
+    }
+
+
+def _learn_functions(network: Network, batch: int, length: int) -> dict[str, Callable[[], Any]]:
+    """A step, the plain forward pass, and what a step is made of, each with more than the last."""
+    settings = Learn(objective="cross_entropy", start="hadamard", batch=batch, length=length)
+    vocabulary, plain_network = network.config.vocab_size, network.replace(scheme=Scheme())
+    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, vocabulary)
+    shifts = mean_inputs(network, np.asarray(tokens))
+    transform = starting_point(network, settings, RotationSites(), 0, shifts)
+    state = optimiser_state(transform, settings)
+
+    plain = jax.jit(lambda network, tokens: token_nll(forward(network, tokens), tokens).mean())
+    loss, gradient = jax.jit(cross_entropy), jax.jit(jax.value_and_grad(cross_entropy))
+    retract = jax.jit(partial(move, rate=1e-3, settings=settings))
+    direction = jax.tree.map(jnp.ones_like, transform)
+    unrotated = transform.replace(rotations={}, scales={})
+    return {
+        "plain": partial(plain, plain_network, tokens),
+        "quantised": partial(loss, unrotated, network, tokens),
+        "rotated": partial(loss, transform, network, tokens),
+        "gradient": partial(gradient, transform, network, tokens),
+        "retraction": partial(retract, transform, direction, state),
+        # `update` donates the optimiser's state, so each call gets a copy.
+        "step": lambda: update(
+            transform, jax.tree.map(jnp.copy, state), network, tokens, 1e-3, settings
+        ),
     }
 
 

@@ -1,3 +1,4 @@
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from qrot.learn.objectives.cross_entropy import cross_entropy
 from qrot.learn.settings import Learn
 from qrot.learn.starting_point import settings_of_start, starting_point, training_scheme
 from qrot.learn.starts.directions import balancing
+from qrot.learn.step import move, optimiser_state
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward
 from qrot.network import fold, fuse
@@ -343,6 +345,47 @@ def test_a_start_that_computes_r1_needs_it_whole(network, tokens, tmp_path):
     fisher = replace(settings, start="fisher")
     assert settings_of_start(fisher, sites).start == "hadamard"
     assert settings_of_start(fisher, RotationSites()).start == "balanced"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"objective": "fischer"},
+            "learn.objective: there is no 'fischer'; did you mean 'fisher'?",
+        ),
+        (
+            {"optimiser": "muon"},
+            "learn.optimiser: there is no 'muon'; expected one of cayley_sgd, ",
+        ),
+        ({"start": "blanced"}, "learn.start: there is no 'blanced'; did you mean 'balanced'?"),
+        ({"schedule": "step"}, "learn.schedule: there is no 'step'; expected one of constant, "),
+        ({"online": ("value",)}, "learn.online: there is no 'value'; expected one of key, down"),
+        ({"vectors": 1}, "learn.vectors: 1 is below 2"),
+        ({"clip_floor": 0.0}, "learn.clip_floor: 0.0 is outside 0 to 1"),
+        ({"clip_rate": 0.0}, "learn.clip_rate: 0.0 is not positive"),
+    ],
+)
+def test_settings_that_there_are_none_of(changes, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Learn(**changes)
+
+
+def test_scales_and_clip_ratios_have_rates_and_a_floor_of_their_own():
+    settings = replace(SHORT, scale_rate=0.02, clip_rate=0.1, clip_floor=0.85, learning_rate=0.5)
+    transform = Transform(
+        {"residual": Dense(jnp.eye(4))},
+        {"qkv": jnp.zeros((2, 4))},
+        {"qkv": jnp.zeros((2, 4))},
+        {"qkv": jnp.array([1.0, 0.9])},
+    )
+    gradient = jax.tree.map(jnp.ones_like, transform)
+    state = optimiser_state(transform, settings)
+    # Half of the first step's rate, and Adam's first step is the rate.
+    moved, _ = move(transform, gradient, state, 0.25, settings)
+    np.testing.assert_allclose(moved.scales["qkv"], -0.01, rtol=1e-4)
+    np.testing.assert_allclose(moved.clips["qkv"], [0.95, 0.85], rtol=1e-4)
+    assert jnp.array_equal(moved.shifts["qkv"], transform.shifts["qkv"])
 
 
 # Windows

@@ -110,7 +110,7 @@ def mean_nll(
         rows: tokens of the windows, from `cut_windows`.
         windows: how they were cut.
         batch: rows that run at once; the last batch is filled up.
-        advance: told the rows done after a batch.
+        advance: called with the rows of each batch that is done.
     """
     scored_before = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
     total, scored = 0.0, 0

@@ -34,7 +34,7 @@ from qrot.model.params import Network
 from qrot.rotation.random import RotationSites, stream
 from qrot.rotation.transform import Transform
 
-# Told (steps done, steps in all, metrics of the step).
+# Called with (steps done, steps in all, metrics of the step).
 Progress = Callable[[int, int, dict[str, Any]], None]
 Means = Mapping[str, Float[Array, "layers width"]]
 
@@ -74,7 +74,7 @@ def learn(
         sites: that are rotated.
         seed: of all that is drawn.
         folder: that is written to.
-        progress: told (steps done, steps in all, metrics of the step).
+        progress: called with (steps done, steps in all, metrics of the step).
 
     Raises:
         InputError: where the text is too short, the start does not go with the sites, or the
@@ -83,13 +83,13 @@ def learn(
     check_start(settings, sites)
     text = split_text(tokens, settings)
     key = belonging(network, tokens, settings, sites, seed)
-    network = _in_training(network, settings)
-    network = network.replace(scheme=training_scheme(network, settings, sites, seed))
+    scheme = training_scheme(network, settings, sites, seed)
+    network = _in_training(network, settings).replace(scheme=scheme)
     run = _Run(network, tokens, text, settings, sites, seed, folder)
     metrics_file = folder / "metrics.jsonl"
     before = total_steps(settings) - settings.steps
-    with checkpoints(folder / "checkpoint", key) as kept:
-        state = kept.load(lambda: _any_state(run))
+    with checkpoints(folder / "checkpoint", key) as saved:
+        state = saved.load(lambda: _any_state(run))
         done = 0 if state is None else int(state.step)
         forget_after(metrics_file, done)
         if state is not None and done >= settings.steps:
@@ -105,7 +105,7 @@ def learn(
             append(metrics_file, metrics)
             done = int(state.step)
             if done % settings.checkpoint_every == 0 or done == settings.steps:
-                kept.save(state)
+                saved.save(state)
             progress(before + done, before + settings.steps, metrics)
     return state.best
 

@@ -139,6 +139,6 @@ def rate_at(settings: Learn, step: int) -> float:
 
 
 def total_steps(settings: Learn) -> int:
-    """All steps that learning tells of, those of a start that is learned itself included."""
+    """All steps that learning reports, those of a start that is learned itself included."""
     learned = STARTS[settings.start].learned
     return settings.steps + (settings.fisher_steps if learned else 0)

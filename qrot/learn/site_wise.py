@@ -52,7 +52,7 @@ def sum_layers(
     """Sum of a function of one layer over all of them, scanned.
 
     Args:
-        one_layer: told a layer, with its vectors at least in float32.
+        one_layer: given a layer, with its vectors at least in float32.
         transform: what is put on the network.
         network: its layers and its scheme.
         captured: of it.
@@ -63,8 +63,8 @@ def sum_layers(
         return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
     def step(total, inputs, grids):
-        layer, own, _, vectors, gradients = inputs
-        acting = with_shared(own, shared)
+        layer, per_layer, _, vectors, gradients = inputs
+        acting = with_shared(per_layer, shared)
         bases = site_bases(acting, network.config.head_dim)
         view = LayerView(layer, grids, acting, bases, wide(vectors), wide(gradients))
         return total + one_layer(view), None

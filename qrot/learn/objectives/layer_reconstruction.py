@@ -36,9 +36,9 @@ def layer_reconstruction(
     rope = rope_table(network.config, hidden.shape[2], jnp.float32)
 
     def step(total, inputs, grids):
-        layer, own, window, before, after = inputs
+        layer, per_layer, window, before, after = inputs
         before, after = before.astype(jnp.float32), after.astype(jnp.float32)
-        acting = with_shared(own, shared)
+        acting = with_shared(per_layer, shared)
         added = jnp.square(after - before)[:, 1:].sum()
         if prepare is not None:
             layer, acting = prepare(layer, acting, grids)
