@@ -20,8 +20,9 @@ from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Method, Prepared
 
-# What a row tells of the file, as the file has it.
-_TOLD = ("objective", "trained_weight_bits", "weight_method", "mixed", "hidden_kept")
+# What a row tells of a file, as the file has it: of what was learned, and of a network's weights.
+_LEARNED = ("objective", "trained_weight_bits")
+_WEIGHTS = ("weight_method", "mixed", "hidden_kept")
 
 
 def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
@@ -31,15 +32,16 @@ def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
         check_digest(path, metadata, inputs.model.digest)
         with inputs.stages.stage(f"{name}: reading the network", seconds=ROUND * inputs.millions):
             network = jax.tree.map(jnp.asarray, load_network(path)[0])
-        facts = {"network": str(path), "weights": metadata["weight_bits"], **_known(metadata)}
+        known = _known(metadata, *_LEARNED, *_WEIGHTS)
+        facts = {"network": str(path), "weights": metadata["weight_bits"], **known}
         return Prepared(network=network, facts=facts)
     bits = config.fitting_weight_bits
     transform, metadata = load_rotations(path, digest=inputs.model.digest, weight_bits=bits)
-    return Prepared(transform, {"rotations": str(path), **_known(metadata)})
+    return Prepared(transform, {"rotations": str(path), **_known(metadata, *_LEARNED)})
 
 
-def _known(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: metadata[key] for key in _TOLD if key in metadata}
+def _known(metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    known = {key: metadata[key] for key in keys if key in metadata}
     if metadata.get("seed") is not None:
         known["rotation_seed"] = metadata["seed"]
     return known
