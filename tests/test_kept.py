@@ -14,6 +14,7 @@ from qrot.grid import Grid
 from qrot.quantize.keep import load_network, read_about
 from qrot.quantize.mixed import Mixed
 from qrot.rotation.random import RotationSites
+from qrot.rotation.store import load_rotations
 from qrot.run import run as module
 from qrot.run.run import run
 from qrot.scheme import Scheme
@@ -141,3 +142,17 @@ def test_a_network_of_another_model_is_refused(config, tiny, tmp_path):
     with pytest.raises(InputError, match=r"network\.safetensors: fitted to .* not to this model"):
         run(replace(config, model=str(other), **again), quiet())
     assert not Path(again["out"]).exists()
+
+
+def test_the_revision_of_the_hub_is_kept(config, monkeypatch):
+    original = module.prepare
+
+    def prepare(*arguments):
+        inputs = original(*arguments)
+        return replace(inputs, model=inputs.model.replace(revision="0123abc"))
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    run(replace(config, methods=("no_rotation", "equalised")), quiet())
+    assert read_about(Path(config.out) / "network.safetensors")["revision"] == "0123abc"
+    _, metadata = load_rotations(Path(config.out) / "equalised.safetensors")
+    assert metadata["revision"] == "0123abc"

@@ -217,9 +217,7 @@ def test_awq_warns_of_rotations_and_refuses_shifts(config, variant):
 def test_mixed_bits_need_codebooks(config, variant):
     mixed = replace(config, scheme=Scheme(Grid(4)), weights=QuipSharp(), mixed=Mixed())
     network = variant("llama").network
-    with pytest.raises(
-        InputError, match=r"mixed\.choices: quip_sharp has codebooks of 2, 3,"
-    ):
+    with pytest.raises(InputError, match=r"mixed\.choices: quip_sharp has codebooks of 2, 3,"):
         check_combinations(mixed, network, {})
     check_combinations(replace(mixed, mixed=Mixed(choices=(2, 3, 4))), network, {})
 

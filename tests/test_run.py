@@ -76,6 +76,11 @@ def test_a_whole_run(config):
         _, metadata = load_rotations(folder / row["rotations"], digest=protocol["digest"])
         assert metadata["scheme"]["weights"]["clip"] == "mse"
         assert (metadata["seed"], metadata["steps"]) == (0, 3)
+        assert (metadata["row"], metadata["method"]) == ("learned, seed 0", "learned")
+        assert metadata["weights"] == {"method": "rtn"}
+        assert metadata["data"]["path"] == config.data.path
+        assert metadata["calibration"] == {"windows": 64, "length": 512}
+        assert "revision" not in metadata  # of no hub
         assert (folder / "learning.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / "metrics.jsonl").exists()
 

@@ -22,7 +22,6 @@ from rich.console import Console
 import qrot
 from qrot.errors import InputError
 from qrot.files import first_difference, write_text
-from qrot.model.params import Network
 from qrot.progress import Stages
 from qrot.run.about import row_name
 from qrot.run.anatomy import keep_anatomy
@@ -78,9 +77,7 @@ def _measure(inputs: Inputs) -> dict[str, Any]:
     for method, seed in planned(inputs.config):
         if (method, seed) in done:
             continue
-        row, network = _row(inputs, method, seed)
-        if network is not None:
-            keep_network(inputs, row, network, rows)
+        row = _row(inputs, method, seed, rows)
         rows.append({**row, **_elsewhere(results["environment"])})
         write_results(folder / RESULTS, results)
         inputs.track(row_name(method, seed), None, row)
@@ -165,8 +162,10 @@ def _elsewhere(first: dict[str, Any]) -> dict[str, Any]:
     return {} if {**here, "date": first.get("date")} == first else {"environment": here}
 
 
-def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any], Network | None]:
-    """One method at one seed: what it came to, and the network that was built for it, if any."""
+def _row(
+    inputs: Inputs, method: str, seed: int | None, earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One method at one seed: build the network, judge it, keep it if that is asked for."""
     began, name = time.perf_counter(), row_name(method, seed)
     record = METHODS[method]
     prepared = record.prepare(inputs, name, seed or 0)
@@ -185,4 +184,6 @@ def _row(inputs: Inputs, method: str, seed: int | None) -> tuple[dict[str, Any],
         "seconds": time.perf_counter() - began + prepared.earlier_seconds,
         **prepared.facts,
     }
-    return row, network if prepared.network is None else None
+    if prepared.network is None:  # what was built here, not read from where it is kept
+        keep_network(inputs, row, network, earlier)
+    return row
