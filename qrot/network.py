@@ -22,7 +22,7 @@ from qrot.model.params import Layers, Linear, Network, Params
 from qrot.rotation.basis import flat_scales, pairs, per_head, scale, site_basis
 from qrot.rotation.forms import Rotation, reorthonormalised, rotate
 from qrot.rotation.transform import Online, Transform, map_rotations, split_layers, with_shared
-from qrot.sites import ONLINE, SITES
+from qrot.sites import ONLINE, PROJECTIONS, SITES
 
 __all__ = ["Network", "fold", "fuse", "fuse_layer", "logits"]
 
@@ -31,13 +31,20 @@ def fold(network: Network) -> Network:
     """Untie, and move the scale of every norm into the linear layers that read it.
 
     The norms keep scales of one. The norms of q and k (Qwen3) stay: they act within a head, after
-    the projection.
+    the projection. Raises ValueError where weights are on their grid.
     """
+    _check_not_rounded(network)
     params = fold_ends(network.params)
     return network.replace(
         params=params.replace(layers=fold_layers(params.layers)),
         config=replace_config(network.config, tie_word_embeddings=False),
     )
+
+
+def _check_not_rounded(network: Network) -> None:
+    """Raise ValueError where weights carry the scales of a grid, which they would leave."""
+    if any(network.params.layers.linear(name).scale is not None for name in PROJECTIONS):
+        raise ValueError("these weights are on their grid: fold and fuse before they are rounded")
 
 
 def untie(params: Params) -> Params:
@@ -86,8 +93,10 @@ def fuse(network: Network, transform: Transform) -> Network:
         basis. Its function in full precision is unchanged.
 
     Raises:
-        ValueError: where the norms are not folded, or something is online already.
+        ValueError: where the norms are not folded, something is online already, or weights are on
+            their grid.
     """
+    _check_not_rounded(network)
     params = network.params
     norms = (params.layers.attention_norm, params.layers.mlp_norm, params.norm)
     if params.head is None or not all((norm == 1).all() for norm in norms):

@@ -234,6 +234,13 @@ def test_weights_are_integers_times_the_scales_that_they_carry(variant, granular
             np.testing.assert_array_equal((codes * each).astype(w.dtype), w[i])
 
 
+def test_weights_on_their_grid_are_not_folded_or_fused(network):
+    after = rounded(fold(network), Scheme(weights=Grid(4)))
+    for change in (fold, lambda network: fuse(network, Transform())):
+        with pytest.raises(ValueError, match="before they are rounded"):
+            change(after)
+
+
 def test_no_scales_where_there_is_no_symmetric_grid(network):
     for grid in (Grid(4, "asymmetric"), Grid()):
         after = rounded(network, Scheme(weights=grid))

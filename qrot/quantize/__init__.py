@@ -1,1 +1,1 @@
-"""Methods that turn weights into quantised weights; one method, one file."""
+"""Ways to round weights, (network, text, settings) -> network: one method, one file, one record."""

@@ -203,10 +203,10 @@ def damped_cholesky(
     damping: Float[Array, ""] | float,
     order: Int[Array, " n"] | None = None,
 ) -> tuple[Float[Array, "n n"], Float[Array, ""]]:
-    """(L, damping used) of H in this order, turned end for end: H' + damping = L L^T.
+    """(L, damping used) of H in this order, reversed: H' + damping = L L^T.
 
-    Zeros of the diagonal become its mean first. Turned back, L is an upper factor of H and L^-1 one
-    of its inverse, with no inverse of H.
+    Zeros of the diagonal become its mean first. Reversed back, L is an upper factor of H and L^-1
+    one of its inverse, with no inverse of H.
 
     Args:
         hessian: H.

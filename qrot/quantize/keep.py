@@ -225,8 +225,9 @@ def _narrow(
     weight: Float[np.ndarray, "in out"], scale: Float[np.ndarray, "groups out"]
 ) -> tuple[int, np.ndarray]:
     """(Bits, integers) of a weight that is what they stand for to the last bit, or (0, weight)."""
-    steps = np.rint(weight.reshape(len(scale), -1, weight.shape[1]) / scale[:, None])
-    codes = np.nan_to_num(steps).clip(-128, 127).astype(np.int8).reshape(weight.shape)
+    with np.errstate(invalid="ignore"):  # what is no integer of 8 bits is found by its value
+        steps = weight.reshape(len(scale), -1, weight.shape[1]) / scale[:, None]
+        codes = np.rint(steps, out=steps).astype(np.int8).reshape(weight.shape)
     if not np.array_equal(_values(codes, scale, weight.dtype), weight):
         return 0, weight
     if len(codes) % 2 or codes.min() < -8 or codes.max() > 7:
@@ -244,4 +245,5 @@ def _values(
 ) -> Float[np.ndarray, "in out"]:
     """Integers times their steps, computed as rounding does: in the scale's dtype, then cast."""
     steps = codes.astype(scale.dtype).reshape(len(scale), -1, codes.shape[1])
-    return (steps * scale[:, None]).reshape(codes.shape).astype(dtype)
+    steps *= scale[:, None]
+    return steps.reshape(codes.shape).astype(dtype, copy=False)

@@ -85,7 +85,7 @@ def generate_text(
         count: windows.
         length: tokens of each.
         seed: of what is drawn.
-        advance: told the windows that are done.
+        advance: called with the number of windows that are done.
     """
     network = network.replace(scheme=Scheme())
     first, draws = jax.random.split(jax.random.key(seed))
@@ -120,7 +120,7 @@ def qat(
 
     What is made small is KL(p || q): p is predicted by the network as it comes, q by the network
     whose weights, activations and cache are on their grids. Embedding, last norm and head stay.
-    Where a clip ratio of the weights is searched for, it is for the weights as they come, and kept.
+    Where a clip ratio of the weights is searched for, it is for the weights as they come.
 
     Args:
         network: fused, or with nothing on it.
