@@ -31,6 +31,8 @@ from qrot.grid import Grid
 from qrot.model.io import assemble
 from qrot.model.io.load import load, open_model
 from qrot.progress import Stages
+from qrot.quantize.rtn import rtn
+from qrot.quantize.slicegpt import cut
 from qrot.rotation.random import random_rotations
 from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
@@ -86,6 +88,17 @@ def test_a_network_that_weights_alone_are_not_is_built_in_full_precision(
     assert sentence in " ".join(capsys.readouterr().out.split())
     assert sentence in (out / "README.md").read_text()
     assert apart(logits(opened(out)), logits(opened(tmp_path / "llama"))) < 1e-5
+
+
+def test_a_network_with_directions_cut_off_is_smaller(monkeypatch, tmp_path, capsys):
+    """Its width, its norms and their eps are its own, with head_dim as it was."""
+    alone = hadamard("llama", tmp_path, key=False, down=False)
+    run, network = write_run(tmp_path, "llama", alone, Scheme(Grid(8)), lambda x: rtn(cut(x, 40)))
+    out = tmp_path / "out"
+    assert export(monkeypatch, run, "--out", out, "--format", "torch", "--verify") == 0
+    loaded = opened(out)
+    assert (loaded.config.hidden_size, loaded.config.head_dim) == (40, 12)
+    assert apart(logits(loaded), in_qrot(network)) < 1e-5
 
 
 def test_the_commit_of_a_hub_model_is_recorded(made, tmp_path):

@@ -30,6 +30,8 @@ _BESIDE = (
     "generation_config.json",
     "chat_template*",
 )
+# What in config.json changes where directions of the residual stream were cut off.
+_CUT = ("hidden_size", "head_dim", "rms_norm_eps")
 # From a layer (a stack of one), by its number, to tensors by name.
 LayerTensors = Callable[[int, Layers], dict[str, np.ndarray]]
 
@@ -65,14 +67,14 @@ def write_checkpoint(
         for i, layer in enumerate(content.layers()):
             yield from each(i, layer).items()
             advance(1)
-        yield NORM, np.ones(content.config.hidden_size, kind)
+        yield NORM, as_numpy(content.norm, kind)
         yield HEAD, as_numpy(content.head(), kind)
 
     write_tensors(folder, tensors(), shard=shard)
     text = {**config_json(opened), "tie_word_embeddings": False, "dtype": dtype}
     text.pop("torch_dtype", None)
     if content.config.hidden_size != opened.config.hidden_size:  # directions were cut off
-        text |= {key: getattr(content.config, key) for key in ("hidden_size", "head_dim")}
+        text |= {key: getattr(content.config, key) for key in _CUT}
     (folder / "config.json").write_text(json.dumps({**text, **(config or {})}, indent=2) + "\n")
     _write_beside(folder, opened)
 

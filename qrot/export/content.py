@@ -31,6 +31,7 @@ class Content(NamedTuple):
     Attributes:
         embed: reads the embedding.
         layers: reads the layers one after the other, each a stack of one.
+        norm: the scale of the last norm.
         head: reads the output projection as PyTorch has it, like the embedding.
         online: what acts beside them.
         config: sizes and switches.
@@ -39,6 +40,7 @@ class Content(NamedTuple):
 
     embed: Callable[[], Float[Any, "vocab hidden"]]
     layers: Callable[[], Iterator[Layers]]
+    norm: Float[Any, " hidden"]
     head: Callable[[], Float[Any, "vocab hidden"]]
     online: Online
     config: ModelConfig
@@ -58,7 +60,7 @@ class Content(NamedTuple):
         """All of it in memory."""
         embed, head = jnp.asarray(self.embed()), jnp.asarray(self.head()).T
         layers = jax.tree.map(lambda *x: jnp.concatenate(x), *self.layers())
-        params = Params(embed, layers, jnp.ones(self.config.hidden_size, embed.dtype), head)
+        params = Params(embed, layers, self.norm, head)
         return Network(params, self.online, self.config, self.scheme)
 
 
@@ -72,9 +74,15 @@ def whole(network: Network) -> Content:
 
     if params.head is None:
         raise ValueError("a network with tied embeddings is not exported: fold it first")
-    head, online = params.head.T, fused_online(network)
+    head = params.head.T
     return Content(
-        lambda: params.embed, layers, lambda: head, online, network.config, network.scheme
+        lambda: params.embed,
+        layers,
+        params.norm,
+        lambda: head,
+        fused_online(network),
+        network.config,
+        network.scheme,
     )
 
 
@@ -101,9 +109,14 @@ def streamed(opened: Opened, transform: Transform, scheme: Scheme) -> Content:
         assert folded is not None
         return fuse_table(folded.T, transform)
 
-    online = left_online(transform, config)
     return Content(
-        lambda: fuse_table(ends().embed, transform), layers, head, online, config, scheme
+        lambda: fuse_table(ends().embed, transform),
+        layers,
+        jnp.ones(config.hidden_size),
+        head,
+        left_online(transform, config),
+        config,
+        scheme,
     )
 
 

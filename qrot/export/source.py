@@ -64,6 +64,8 @@ def open_source(path: Path, *, model: str | None = None, row: str | None = None)
         InputError: where there is nothing to export or several things, and where the model is not
             the one that they were fitted to.
     """
+    if not path.exists():
+        raise InputError(f"{path}: there is no such run folder or file")
     kept = _kept_file(path, row)
     fitted = _rotation_file(path) if kept is None else _rotations_beside(kept)
     network, transform, about = None, None, {}
