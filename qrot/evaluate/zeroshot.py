@@ -34,10 +34,13 @@ Kind = Literal["continuation", "choices", "contexts"]
 class ZeroShot:
     """Tasks to judge by beside perplexity.
 
-    tasks: JSONL files, or names of such files in the folder `path`.
-    count: how many rows of each, from the start; None for all.
-    bos: whether a BOS token stands before every context.
-    separator: what stands between a query, without the blanks at its end, and each of its choices.
+    Attributes:
+        tasks: JSONL files, or names of such files in the folder `path`.
+        path: of that folder.
+        count: how many rows of each, from the start; None for all.
+        bos: whether a BOS token stands before every context.
+        separator: what stands between a query, without the blanks at its end, and each of its
+            choices.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -59,13 +62,21 @@ class ZeroShot:
 
 
 class Task(NamedTuple):
-    """A task in the tokens of a model."""
+    """A task in the tokens of a model.
+
+    Attributes:
+        name: of the task.
+        kind: how it is scored.
+        rows: of the file.
+        digest: sha256 of the file, 16 hex digits.
+        requests: one a row, or one for each choice or context, row after row.
+    """
 
     name: str
     kind: Kind
     rows: list[dict[str, Any]]
-    digest: str  # sha256 of the file, 16 hex digits
-    requests: list[Request]  # one a row, or one for each choice or context, row after row
+    digest: str
+    requests: list[Request]
 
 
 def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
@@ -183,6 +194,11 @@ def scores(
     The error is that of a mean over rows, sqrt(var / n) with n - 1 in the variance, which says how
     much another draw of rows would move it; of the perplexity exp(-m), exp(-m) times that of m.
     None for a single row.
+
+    Args:
+        task: whose requests were scored.
+        log_likelihood: of each request, in nats.
+        greedy: whether it is what greedy decoding writes.
     """
     if task.kind == "continuation":
         nll = -log_likelihood

@@ -313,7 +313,8 @@ def supported(order: int) -> bool:
 def built(order: int) -> Int8[np.ndarray, "order order"]:
     """The read-only +-1 matrix H [order, order] with H H^T = order I, verified.
 
-    Raises ValueError where `supported(order)` is false.
+    Raises:
+        ValueError: where `supported(order)` is false.
     """
     build = _construction(order) if order >= 1 else None
     if build is None:

@@ -24,7 +24,8 @@ _PASS_COST = 96
 def hadamard_matrix(order: int) -> Int8[np.ndarray, "order order"]:
     """Read-only +-1 matrix H of shape [order, order] with H H^T = order I.
 
-    Raises InputError, which names the largest block that works, if `supported(order)` is false.
+    Raises:
+        InputError: which names the largest block that works, if `supported(order)` is false.
     """
     if not supported(order):
         raise InputError(_unsupported(order))
@@ -74,7 +75,8 @@ def hadamard_factors(n: int) -> tuple[int, ...]:
     and not 924 * 32), and the last one may take in some of the powers of two. The matrix H is set
     by the K's alone: the rest is Sylvester's matrix of order 2^m, however it is cut.
 
-    Raises InputError, which names the largest block that works, if n has no such factors.
+    Raises:
+        InputError: which names the largest block that works, if n has no such factors.
     """
     cores = hadamard_cores(n) if n >= 1 else None
     if cores is None:
@@ -93,7 +95,7 @@ def hadamard_factors(n: int) -> tuple[int, ...]:
 
 
 def hadamard_order(n: int, block: int | None) -> int:
-    """The order of H for rows of n. Raises InputError where block does not divide n."""
+    """The order of H for rows of n; raises InputError where block does not divide n."""
     if block is None:
         return n
     if block < 1 or n % block:
@@ -102,10 +104,14 @@ def hadamard_order(n: int, block: int | None) -> int:
 
 
 def hadamard_dense(n: int, block: int | None = None) -> Float64[np.ndarray, "n n"]:
-    """The matrix H / sqrt(n) that `fwht` multiplies by, [n, n] in float64.
+    """The matrix H / sqrt(n) that `fwht` multiplies by.
 
-    With `block`, it is block-diagonal with n / block copies of the matrix of order `block`.
-    Raises InputError where `fwht` does.
+    Args:
+        n: its size.
+        block: then it is block-diagonal, with n / block copies of the matrix of this order.
+
+    Raises:
+        InputError: where `fwht` does.
     """
     order = hadamard_order(n, block)
     factors = [hadamard_matrix(f).astype(np.float64) for f in hadamard_factors(order)]

@@ -21,7 +21,13 @@ def in_integers(grid: Grid) -> bool:
 def packed_product(
     x: Quantised | Float[Array, "*batch in"], layer: PackedLinear, dtype: Any
 ) -> Float[Array, "*batch out"]:
-    """x W + b: in integers where x is, otherwise with the weight widened."""
+    """x W + b: in integers where x is, otherwise with the weight widened.
+
+    Args:
+        x: activations.
+        layer: the weights.
+        dtype: of the result.
+    """
     product = int4_matmul if layer.bits <= 4 else int8_matmul
     shifted = None
     if isinstance(x, Quantised):

@@ -107,7 +107,7 @@ def int4_matmul(
     own = max(1, rows // half)  # groups of a step
     piece = rows // own
 
-    def body(pairs_ref, x_ref, scale_ref, y_ref, y_tile, *held):
+    def body(pairs_ref, x_ref, scale_ref, y_ref, y_tile, *scratch):
         share, n, m = (lax.axis_index(name) for name in ("share", "out", "tokens"))
         first = lax.div(share * steps, shares)
         count = (
@@ -122,7 +122,7 @@ def int4_matmul(
                 found = products(
                     _nibbles(words[:, group * piece : (group + 1) * piece]),
                     [tile.at[inputs] for tile in x_tiles],
-                    *held,
+                    *scratch,
                 )
                 if groups > 1:
                     place = lax.div((first + indices[0]) * rows, half) + group

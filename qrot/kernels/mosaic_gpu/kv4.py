@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from qrot.kernels.dispatch import interpreting
+from qrot.kernels.kv4 import PackedHeads
 from qrot.kernels.mosaic_gpu import layouts
 
 _TOKENS = 64  # read at a time
@@ -42,17 +43,17 @@ def refusal(q: Any, keys: Any, values: Any) -> str | None:
         return f"it does float32, bfloat16 and float16, not {q.dtype.name}"
     if q.shape[3] not in (32, 64, 128, 256):
         return f"it does heads of 32, 64, 128 and 256, not of {q.shape[3]}"
-    for held in (keys, values):
-        if not hasattr(held, "codes"):
+    for packed in (keys, values):
+        if not isinstance(packed, PackedHeads):
             return "keys and values must both be integers"
-        if held.scale.dtype != jnp.float32:
-            return f"its scales are float32, not {held.scale.dtype.name}"
-        if held.scale.shape[-1] != 1:
+        if packed.scale.dtype != jnp.float32:
+            return f"its scales are float32, not {packed.scale.dtype.name}"
+        if packed.scale.shape[-1] != 1:
             return "it has no scales for groups within a head"
-        if held.codes.shape[-1] > 128:
-            return f"codes of a head take {held.codes.shape[-1]} bytes, more than 128"
-        if held.codes.shape[-3] < _TOKENS:
-            return f"the cache is for {held.codes.shape[-3]} tokens, fewer than {_TOKENS}"
+        if packed.codes.shape[-1] > 128:
+            return f"codes of a head take {packed.codes.shape[-1]} bytes, more than 128"
+        if packed.codes.shape[-3] < _TOKENS:
+            return f"the cache is for {packed.codes.shape[-3]} tokens, fewer than {_TOKENS}"
     return None
 
 
@@ -97,7 +98,7 @@ def attend(
     shape = (batch, kv_heads * groups)
     splits = min(pl.cdiv(_PROGRAMS, math.prod(shape)), pl.cdiv(length, _FEWEST))
     tile = 128 * _CODES // head_dim  # tokens side by side
-    k_width, v_width = (held.codes.shape[4] for held in (keys, values))
+    k_width, v_width = (packed.codes.shape[4] for packed in (keys, values))
     k_parts, v_parts = head_dim // k_width, head_dim // v_width
     k_tile, v_tile = (_rows_of(x, x * _CODES // head_dim) for x in (k_width, v_width))
     tokens = k_tile.reduce(1)
@@ -130,8 +131,8 @@ def attend(
         return cast(lax.broadcast_in_dim(x, (tile, v_width), (0,)), v_tile)
 
     def body(place_ref, q_ref, total_ref, *refs):
-        *held, sums_ref, stats_ref, scratch = refs
-        k_refs, v_refs = held[: len(of_keys)], held[len(of_keys) :]
+        *cache_refs, sums_ref, stats_ref, scratch = refs
+        k_refs, v_refs = cache_refs[: len(of_keys)], cache_refs[len(of_keys) :]
         row, head, split = (lax.axis_index(name) for name in ("batch", "head", "split"))
         layer, here = place_ref[0], place_ref[1]
         begin = place_ref[2] + split * place_ref[3] * _TOKENS
@@ -210,9 +211,9 @@ def attend(
                 cut = pl.ds(part * v_width, v_width)
                 sums_ref[row, head, split, i, cut] = load(scratch, narrow).sum(0) - shift
 
-    def operands(held):
-        beside = [held.scale] if held.zero is None else [held.scale, held.zero]
-        return [held.codes, *(x[..., 0] for x in beside)]
+    def operands(packed):
+        beside = [packed.scale] if packed.zero is None else [packed.scale, packed.zero]
+        return [packed.codes, *(x[..., 0] for x in beside)]
 
     of_keys = operands(keys)
     sums, stats = plgpu.kernel(

@@ -15,7 +15,14 @@ _INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def load(ref: Any, layout: Any, interpret: Any, *, optimized: bool = False) -> Any:
-    """What a reference holds. optimized: fail where that is slow, by conflicts of memory banks."""
+    """The values behind a reference.
+
+    Args:
+        ref: the reference.
+        layout: of the values in registers.
+        interpret: as for `plgpu.kernel`.
+        optimized: fail where that is slow, by conflicts of memory banks.
+    """
     if interpret:
         return ref[...]
     return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)

@@ -50,13 +50,13 @@ def rotate_quantize(
     asymmetric = grid.kind == "asymmetric"
     flip, move = signs is not None, shift is not None
 
-    def tile(turn, x_tile, own, ratio, *others):
+    def tile(transformed, x_tile, own, ratio, *others):
         others = list(others)
         if flip:
             own[...] = x_tile[...] * others.pop(0)[...]
             plgpu.commit_smem()
             x_tile = own
-        values = rounded(turn(x_tile), x.dtype, interpret).astype(jnp.float32)
+        values = rounded(transformed(x_tile), x.dtype, interpret).astype(jnp.float32)
         if move:
             moved = values - others.pop(0)[...].astype(jnp.float32)
             values = rounded(moved, x.dtype, interpret).astype(jnp.float32)
@@ -92,8 +92,8 @@ def rotate_quantize(
     groups = n // (together * LANES)
     codes, scale, *zero = (found[0], *(v[::together] for v in found[1:]))
     shape = (*x.shape[:-1], groups)
-    kept = zero[0].astype(jnp.int8).reshape(shape) if asymmetric else None
-    return Quantised(codes.reshape(x.shape), scale.reshape(shape), kept)
+    point = zero[0].astype(jnp.int8).reshape(shape) if asymmetric else None
+    return Quantised(codes.reshape(x.shape), scale.reshape(shape), point)
 
 
 def _integers(steps):

@@ -30,7 +30,7 @@ _TILES = 8  # that a thread block takes, one after the other
 
 @dataclass(frozen=True)
 class Plan:
-    """The transform of blocks of `order`, of which tiles hold multiples of `cells` rows of 128."""
+    """The transform of blocks of `order`, of which tiles have multiples of `cells` rows of 128."""
 
     order: int
     cells: int
@@ -84,11 +84,19 @@ def over_tiles(
 ) -> list[Array]:
     """`tile(transform, x_tile, own, *constants, *spare)` of each tile of x, in one pass over it.
 
-    transform: from a tile of x's dtype in shared memory to its transform in float32; `own` may be
-      it, room for a tile that `transform` needs only once it has read what it is given.
-    constants: [rows, 128] or [n], in shared memory all the time.
-    out: what the tile's results are: dtype, and 128 for [64, 128], 1 for [64].
-    spare: more of shared memory. Returns [x.size / 128, 128] and [x.size / 128].
+    Args:
+        tile: of one tile. `transform` goes from a tile of x's dtype in shared memory to its
+            transform in float32; `own` may be it, room for a tile that `transform` needs only once
+            it has read what it is given.
+        x: entries.
+        plan: of the transform.
+        constants: [rows, 128] or [n], in shared memory all the time.
+        out: what the tile's results are: dtype, and 128 for [64, 128], 1 for [64].
+        interpret: as for `plgpu.kernel`.
+        spare: more of shared memory.
+
+    Returns:
+        For each of `out`, [x.size / 128, 128] or [x.size / 128].
     """
     cells, used = x.size // LANES, plan.used
     tiles = pl.cdiv(cells, used)
@@ -99,7 +107,7 @@ def over_tiles(
     scale = 1 / math.sqrt(min(plan.order, LANES))
     rest = math.sqrt(min(plan.order, LANES) / plan.order)
     left, right = (jnp.asarray(m, x.dtype) for m in plan.matrices())
-    held = [left, right, *constants]
+    beside = [left, right, *constants]
 
     def body(x_ref, *refs):
         refs, barrier = list(refs[:-1]), refs[-1]
@@ -108,8 +116,8 @@ def over_tiles(
             taken, refs[:] = refs[:count], refs[count:]
             return taken
 
-        given, results = take(len(held)), take(len(out))
-        (left, right, *fixed), (high, low) = take(len(held)), take(2)
+        given, results = take(len(beside)), take(len(out))
+        (left, right, *fixed), (high, low) = take(len(beside)), take(2)
         outs = [high if own else take(1)[0] for own in reused]
         first = lax.axis_index("block") * each
         for ref, there in zip(given, (left, right, *fixed), strict=True):
@@ -166,7 +174,7 @@ def over_tiles(
         grid=(tiles // each,),
         grid_names=("block",),
         scratch_types=[
-            *(shared(c.shape, c.dtype) for c in held),
+            *(shared(c.shape, c.dtype) for c in beside),
             *(shared((ROWS, LANES), x.dtype) for _ in range(2)),
             *(
                 shared(place(ROWS, width), kind)
@@ -174,10 +182,10 @@ def over_tiles(
                 if not own
             ),
             *spare,
-            plgpu.Barrier(num_arrivals=len(held)),
+            plgpu.Barrier(num_arrivals=len(beside)),
         ],
         interpret=interpret or None,
-    )(padded, *held)
+    )(padded, *beside)
     return [y[:cells] for y in found]
 
 

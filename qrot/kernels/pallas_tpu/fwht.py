@@ -57,9 +57,9 @@ def fwht(
     rows, units = x.size // n, n // own.width
     scale = 1 / math.sqrt(n if block is None else block)
     height = block_rows(rows, _row_bytes(own, x.dtype.itemsize), _fixed_bytes(own))
-    held = (own.core * own.spread, height, own.slab) if own.core > 1 else (1, 8, 128)
+    scratch = (own.core * own.spread, height, own.slab) if own.core > 1 else (1, 8, 128)
 
-    def kernel(x_ref, slabs, signs, y_ref, held):
+    def kernel(x_ref, slabs, signs, y_ref, scratch):
         def write(first, lanes, values):
             y_ref[:, pl.ds(first, lanes)] = values.astype(y_ref.dtype)
 
@@ -68,7 +68,7 @@ def fwht(
             write,
             slabs,
             signs,
-            held,
+            scratch,
             own,
             scale,
         )
@@ -85,7 +85,7 @@ def fwht(
             pl.BlockSpec(memory_space=pltpu.SMEM),
         ],
         out_specs=entries,
-        scratch_shapes=[pltpu.VMEM(held, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(scratch, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="fwht",

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from qrot.kernels.kv4 import PackedHeads
 from qrot.kernels.pallas_tpu.transform import exact_dot
 
 _TOKENS = 256  # of a block of the cache
@@ -37,14 +38,14 @@ def refusal(q: Any, keys: Any, values: Any) -> str | None:
         return f"it is for one new token at a time, not {q.shape[1]}"
     if q.dtype.name not in ("float32", "bfloat16"):
         return f"it does float32 and bfloat16, not {q.dtype.name}"
-    for held in (keys, values):
-        if not hasattr(held, "codes"):
+    for packed in (keys, values):
+        if not isinstance(packed, PackedHeads):
             return "keys and values must both be integers"
-        if held.scale.dtype != jnp.float32:
-            return f"its scales are float32, not {held.scale.dtype.name}"
-        if held.scale.shape[-1] != 1:
+        if packed.scale.dtype != jnp.float32:
+            return f"its scales are float32, not {packed.scale.dtype.name}"
+        if packed.scale.shape[-1] != 1:
             return "it has no scales for groups within a head"
-        if math.prod(held.codes.shape[-2:]) > _WIDEST:
+        if math.prod(packed.codes.shape[-2:]) > _WIDEST:
             return f"a token's codes take more than {_WIDEST} bytes"
     return None
 
@@ -75,14 +76,14 @@ def attend(
     Softmax block after block of the cache (Milakov and Gimelshein, 2018, arXiv 1805.02867). Blocks
     after the new token, or before the window, are neither read nor computed.
     """
-    if any(held.codes.shape[-1] % 128 == 0 for held in (keys, values)):
+    if any(packed.codes.shape[-1] % 128 == 0 for packed in (keys, values)):
         # Such heads XLA keeps with the tokens first: of one layer the copy is smaller.
         keys, values = jax.tree.map(lambda x: x[layer][None], (keys, values))
         layer = jnp.zeros((), jnp.int32)
     batch, _, heads, head_dim = q.shape
     length, kv_heads = keys.codes.shape[2:4]
     block = min(_TOKENS, length)
-    k_packed, v_packed = (2 * held.codes.shape[4] == head_dim for held in (keys, values))
+    k_packed, v_packed = (2 * packed.codes.shape[4] == head_dim for packed in (keys, values))
     k_parts, v_parts = 1 + k_packed, 1 + v_packed
     own = jnp.arange(heads) // (heads // kv_heads)  # the kv head of each head
     spread = jax.nn.one_hot(own, kv_heads, dtype=jnp.float32)
@@ -93,11 +94,12 @@ def attend(
     if q.dtype == jnp.bfloat16:
         laid = laid.astype(jnp.bfloat16)
 
-    def views(held):
+    def views(packed):
         """Codes [layers, batch, rows, length], scales with a 1 before the length, and zero points
         [batch, scales, length]: of the layer alone, since XLA keeps 8-bit ones in many ways."""
-        codes, scale = (jnp.moveaxis(x, 2, 4) for x in (held.codes, held.scale))
-        zero = jnp.zeros(held.scale.shape[1:], jnp.int8) if held.zero is None else held.zero[layer]
+        codes, scale = (jnp.moveaxis(x, 2, 4) for x in (packed.codes, packed.scale))
+        zero = packed.zero
+        zero = jnp.zeros(packed.scale.shape[1:], jnp.int8) if zero is None else zero[layer]
         zero = zero[..., 0].swapaxes(1, 2).astype(jnp.float32)
         return [codes.reshape(*codes.shape[:2], -1, length), scale, zero]
 
@@ -107,8 +109,8 @@ def attend(
         @pl.when(step == 0)
         def _():
             most[...] = jnp.full(most.shape, _LOW, jnp.float32)
-            for held in (share, sums, offset):
-                held[...] = jnp.zeros(held.shape, jnp.float32)
+            for ref in (share, sums, offset):
+                ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
         def each(x, valid):
             """[scales, block] to [heads, block]; past the end may stand anything."""

@@ -65,10 +65,10 @@ def rotate_quantize(
     whole = replace(grid, granularity=None, group=None, clip=1.0)
     norm = 1 / math.sqrt(n if block is None else block)
     height = block_rows(rows, _row_bytes(n, own), _fixed_bytes(own))
-    held = (own.core * own.spread, height, own.slab) if own.core > 1 else (1, 8, LANES)
+    scratch = (own.core * own.spread, height, own.slab) if own.core > 1 else (1, 8, LANES)
     flip, move = signs is not None, shift is not None
 
-    def kernel(clip, x_ref, around, slabs, sums, codes, scales, zeros, turned, held):
+    def kernel(clip, x_ref, around, slabs, sums, codes, scales, zeros, transformed, scratch):
         def unit(number, _):
             first = number if isinstance(number, int) else pl.multiple_of(number, own.width)
 
@@ -83,9 +83,9 @@ def rotate_quantize(
                 return values
 
             def write(start, count, values):
-                turned[lanes(start, count)] = values
+                transformed[lanes(start, count)] = values
 
-            transform(read, write, slabs, sums, held, own, norm)
+            transform(read, write, slabs, sums, scratch, own, norm)
             return 0
 
         if units == 1:
@@ -95,7 +95,7 @@ def rotate_quantize(
         size = n // groups
         for group in range(groups):
             here = slice(group * size, (group + 1) * size)
-            values = turned[:, here].astype(x.dtype).astype(jnp.float32)
+            values = transformed[:, here].astype(x.dtype).astype(jnp.float32)
             if move:
                 values = values - around[1:2, here]
                 values = values.astype(x.dtype).astype(jnp.float32)
@@ -130,11 +130,11 @@ def rotate_quantize(
             scalars,
         ],
         out_specs=[entries, beside, beside],
-        scratch_shapes=[pltpu.VMEM((height, n), jnp.float32), pltpu.VMEM(held, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((height, n), jnp.float32), pltpu.VMEM(scratch, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="rotate_quantize",
     )(jnp.full((1, 1), clip, jnp.float32), x.reshape(rows, n), around, slabs, sums)
     shape = (*x.shape[:-1], groups)
-    kept = zero.astype(jnp.int8).reshape(shape) if grid.kind == "asymmetric" else None
-    return Quantised(codes.reshape(x.shape), scale.reshape(shape), kept)
+    point = zero.astype(jnp.int8).reshape(shape) if grid.kind == "asymmetric" else None
+    return Quantised(codes.reshape(x.shape), scale.reshape(shape), point)

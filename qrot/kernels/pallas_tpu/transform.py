@@ -35,9 +35,13 @@ DTYPES = ("float32", "bfloat16")
 class Plan:
     """How a unit of `width` lanes is transformed; with blocks, a row has several units.
 
-    slab: lanes of a product. spread: slabs (a power of two) that butterflies go over. core: K of
-    the signed sums, 1 for none. repeat: rows of H_K that share a slab, where 2^m < 128; each slab
-    is then multiplied by as many matrices.
+    Attributes:
+        width: lanes of a unit.
+        slab: lanes of a product.
+        spread: slabs (a power of two) that butterflies go over.
+        core: K of the signed sums, 1 for none.
+        repeat: rows of H_K that share a slab, where 2^m < 128; each slab is then multiplied by as
+            many matrices.
     """
 
     width: int
@@ -105,10 +109,15 @@ def constants(own: Plan, block: int | None, transpose: bool) -> tuple[np.ndarray
 
 
 def exact_dot(x: Float[Array, "rows n"], matrix: Any, contract: int = 0) -> Float[Array, "rows m"]:
-    """x M in float32, for an M (bfloat16) that is exact; contract: the axis of M summed over.
+    """x M in float32.
 
     A float32 is the sum of three bfloat16: three passes through the matrix unit, where the product
     of two float32 takes six.
+
+    Args:
+        x: rows.
+        matrix: M, exact in bfloat16.
+        contract: the axis of M that is summed over.
     """
 
     def dot(part):
@@ -137,15 +146,20 @@ def transform(
     write: Callable[[Any, int, Any], None],
     slabs: Any,
     signs: Any,
-    held: Any,
+    scratch: Any,
     own: Plan,
     scale: float,
 ) -> None:
     """One unit, within a kernel.
 
-    read: (first lane, lanes) -> [rows, lanes], in bfloat16 or float32. write: (first lane, lanes,
-    float32 values). slabs, signs: references to the `constants`, the latter in scalar memory.
-    held: [slabs, rows, slab] in float32, where there are sums.
+    Args:
+        read: (first lane, lanes) -> [rows, lanes], in bfloat16 or float32.
+        write: (first lane, lanes, float32 values).
+        slabs: a reference to the matrices of `constants`.
+        signs: a reference to its signs, in scalar memory.
+        scratch: room for [slabs, rows, slab] in float32, where there are sums.
+        own: the plan.
+        scale: of the results.
     """
     run, count = own.spread * own.slab, own.spread * own.repeat
 
@@ -161,7 +175,7 @@ def transform(
 
     def hold(group, _):
         for i, part in enumerate(products(group)):
-            held[group * count + i] = part
+            scratch[group * count + i] = part
         return 0
 
     groups = own.core // own.repeat
@@ -173,10 +187,10 @@ def transform(
             def add(step, total, j=j):
                 for k in (4 * step + i for i in range(4)):  # every K is a multiple of 4
                     sign = _sign(signs, k, group, own)
-                    total = total + sign * held[k * own.spread + j]
+                    total = total + sign * scratch[k * own.spread + j]
                 return total
 
-            total = lax.fori_loop(0, own.core // 4, add, jnp.zeros(held.shape[1:], jnp.float32))
+            total = lax.fori_loop(0, own.core // 4, add, jnp.zeros(scratch.shape[1:], jnp.float32))
             write(_multiple(group * run + j * own.slab, own.slab), own.slab, total * scale)
         return 0
 

@@ -41,15 +41,23 @@ MODULES = {
 }
 
 
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+
+
 class Tensor(NamedTuple):
-    """A stored tensor: `rows(start, stop)` reads a slice of its first axis as a float array."""
+    """A stored tensor.
+
+    Attributes:
+        shape: as stored.
+        rows: `rows(start, stop)` reads a slice of its first axis as a float array.
+    """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The bytes of a file, read only when they are touched. Raises InputError if it is empty."""
+    """The bytes of a file, read only when they are touched; raises InputError if it is empty."""
     with path.open("rb") as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -83,13 +91,20 @@ class Reader(Protocol):
 def assemble(
     config: ModelConfig, tensors: Mapping[str, Tensor], dtype: Any, *, biased: Collection[str]
 ) -> Reader:
-    """What stacks `tensors` (by Hugging Face name, weights [out, in]) into `Params` of `dtype`.
+    """What stacks tensors into `Params`.
 
-    `biased` names the projections (q, k, v, o, gate, up, down) that have a bias. Memory: the
-    result, one stacked array of it at a time on its way to an accelerator, and a block of rows.
+    Memory: the result, one stacked array of it at a time on its way to an accelerator, and a block
+    of rows.
 
-    Raises InputError for a missing or unexpected tensor, a wrong shape, and a dtype that is not
-    one of `DTYPES`; when read, for a number that is not finite or does not fit `dtype`.
+    Args:
+        config: sizes of the model.
+        tensors: by Hugging Face name, weights [out, in].
+        dtype: of the parameters, one of `DTYPES`.
+        biased: the projections that have a bias.
+
+    Raises:
+        InputError: for a missing or unexpected tensor, a wrong shape, and another dtype; when read,
+            for a number that is not finite or does not fit the dtype.
     """
     dtype = _check_dtype(dtype)
     _check_heads(config)
@@ -99,6 +114,28 @@ def assemble(
             f" {len(tensors)} tensors."
         )
     leaves = _leaves(config, biased)
+    _check_tensors(config, tensors, leaves)
+
+    def read(layers: range | None = None, *, ends: bool = True) -> Params:
+        # Without ends; by numpy, so that nothing is compiled, which takes memory.
+        arrays = {EMBED: jnp.asarray(np.zeros((0, config.hidden_size), dtype))}
+        arrays[NORM] = jnp.asarray(np.ones(config.hidden_size, dtype))
+        for key, leaf in leaves.items():
+            if leaf.stacked and layers is not None:
+                leaf = leaf._replace(names=[leaf.names[i] for i in layers])
+            if leaf.stacked or ends:
+                arrays[key] = _read(leaf, tensors, dtype)
+        fields: dict[str, Any] = {norm: arrays.get(f"{norm}.weight") for norm in _NORMS}
+        for name in PROJECTIONS:
+            fields[name] = Linear(arrays[f"{name}.weight"], arrays.get(f"{name}.bias"))
+        return Params(arrays[EMBED], Layers(**fields), arrays[NORM], arrays.get(HEAD))
+
+    return read
+
+
+def _check_tensors(
+    config: ModelConfig, tensors: Mapping[str, Tensor], leaves: dict[str, _Leaf]
+) -> None:
     expected = {name for leaf in leaves.values() for name in leaf.names}
     missing = [name for leaf in leaves.values() for name in leaf.names if name not in tensors]
     if missing:
@@ -116,27 +153,6 @@ def assemble(
                     f"{name} has shape {list(tensors[name].shape)}, but the configuration says"
                     f" {list(leaf.shape)}."
                 )
-
-    def read(layers: range | None = None, *, ends: bool = True) -> Params:
-        arrays = {EMBED: jnp.zeros((0, config.hidden_size), dtype)}
-        arrays[NORM] = jnp.ones(config.hidden_size, dtype)
-        for key, leaf in leaves.items():
-            if leaf.stacked and layers is not None:
-                leaf = leaf._replace(names=[leaf.names[i] for i in layers])
-            if leaf.stacked or ends:
-                arrays[key] = _read(leaf, tensors, dtype)
-
-        def linear(field: str) -> Linear:
-            return Linear(arrays[f"{field}.weight"], arrays.get(f"{field}.bias"))
-
-        norms = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-        stacked = Layers(
-            **{field: arrays.get(f"{field}.weight") for field in norms},
-            **{field: linear(field) for field in PROJECTIONS},
-        )
-        return Params(arrays[EMBED], stacked, arrays[NORM], arrays.get(HEAD))
-
-    return read
 
 
 def _check_dtype(dtype: Any) -> np.dtype:

@@ -30,9 +30,10 @@ _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types of tokens that are never cu
 
 
 def from_gguf(metadata: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a GGUF's metadata; None if it is not a BPE that is listed above.
+    """The tokenizer in a GGUF's metadata; None if it is not a BPE of `PRETOKENIZERS`.
 
-    Raises InputError if the vocabulary is damaged.
+    Raises:
+        InputError: if the vocabulary is damaged.
     """
     kind = metadata.get("tokenizer.ggml.pre")
     tokens: Any = metadata.get("tokenizer.ggml.tokens")
@@ -80,7 +81,8 @@ def _pretokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 def from_folder(folder: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder; None where there is no tokenizer.json.
 
-    Raises InputError if the file cannot be read.
+    Raises:
+        InputError: if the file cannot be read.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -94,7 +96,8 @@ def from_folder(folder: Path) -> Tokenizer | None:
 def encode(tokenizer: Tokenizer | None, text: str) -> Int32[np.ndarray, " tokens"]:
     """Token ids of `text`, with nothing added: no BOS, no EOS.
 
-    Raises InputError if there is no tokenizer.
+    Raises:
+        InputError: if there is no tokenizer.
     """
     if tokenizer is None:
         raise InputError(
