@@ -66,7 +66,7 @@ def anatomy(
     Two passes over the windows, layer by layer.
 
     Args:
-        network: folded; its scheme is that whose rounding errors are told.
+        network: folded; its scheme is that whose rounding errors are measured.
         rows: tokens of the windows to look at.
         transform: what comes between before and after; without it there is no after.
         advance: called STEPS times.
@@ -89,9 +89,9 @@ def anatomy(
     advance()
     states = {"before": Transform()} | ({} if transform is None else {"after": transform})
     for name, site in SITES.items():
-        told = {w: site_figures(site, captured, x, network) for w, x in states.items()}
+        figures = {w: site_figures(site, captured, x, network) for w, x in states.items()}
         sites[name] = {
-            figure: {w: [_short(layer[figure]) for layer in each] for w, each in told.items()}
+            figure: {w: [_short(layer[figure]) for layer in each] for w, each in figures.items()}
             for figure in ("crest", "error")
         }
         advance()

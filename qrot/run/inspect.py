@@ -37,7 +37,7 @@ def inspect(
     """Measure every site of every layer, before and after a transform, in plain values.
 
     Args:
-        model: folded; its scheme is that whose rounding errors are told.
+        model: folded; its scheme is that whose rounding errors are measured.
         rows: tokens of the windows to look at.
         transform: what comes between before and after.
         advance: called STEPS times.
@@ -77,32 +77,32 @@ def _paired(before: list[Any], after: list[Any]) -> list[dict[str, Any]]:
 
 
 def _figures(x: Outliers) -> dict[str, Any]:
-    told: dict[str, Any] = {name: float(getattr(x, name)) for name in FIGURES}
+    found: dict[str, Any] = {name: float(getattr(x, name)) for name in FIGURES}
     largest = np.asarray(x.largest)
-    told["channels"] = [[int(i), float(largest[i])] for i in np.argsort(-largest)[:_TOP]]
-    return told
+    found["channels"] = [[int(i), float(largest[i])] for i in np.argsort(-largest)[:_TOP]]
+    return found
 
 
 def residual_figures(
     hidden: Float[np.ndarray, "layers_and_last count length n"], rotation: Rotation | None
 ) -> list[dict[str, Any]]:
     """The figures of the residual stream before and after its rotation, layer by layer."""
-    told = []
+    layers = []
     for layer in hidden:
         x = jnp.asarray(layer, jnp.float32).reshape(-1, layer.shape[-1])
         rotated = rotate(x, rotation)
-        told.append({"before": _figures(outliers(x)), "after": _figures(outliers(rotated))})
-    return told
+        layers.append({"before": _figures(outliers(x)), "after": _figures(outliers(rotated))})
+    return layers
 
 
 def _name_tokens(
-    told: list[dict[str, Any]],
+    layers: list[dict[str, Any]],
     model: Model,
     rows: Int[np.ndarray, "count length"],
     hidden: Float[np.ndarray, "layers_and_last count length n"],
 ) -> None:
     """Add to each layer the tokens of the largest values: text, place in the window, size."""
-    for figures, layer in zip(told, hidden, strict=True):
+    for figures, layer in zip(layers, hidden, strict=True):
         tops = np.abs(layer.astype(np.float32)).max(-1)
         most = np.argsort(-tops.ravel())[:_TOP]
         figures["before"]["tokens"] = [
@@ -130,7 +130,7 @@ def site_figures(
         Figures, and the relative squared error of the grid; with captured gradients also what
         rounding will cost.
     """
-    config, told = network.config, []
+    config, layers = network.config, []
     for i, grids in enumerate(layer_schemes(network.scheme, config.num_hidden_layers)):
         own, grid = of_layer(transform, i), grids.sites[site.name]
         basis, clip = site_basis(site, own, config.head_dim), own.clips.get(site.name)
@@ -144,8 +144,8 @@ def site_figures(
             g = jnp.asarray(captured.gradients[site.name][i], jnp.float32)
             weight = jnp.asarray(captured.weight)
             figures["cost"] = float(expected_cost(x, g, weight, grid, basis, clip))
-        told.append(figures)
-    return told
+        layers.append(figures)
+    return layers
 
 
 @partial(jax.jit, static_argnames="grid")

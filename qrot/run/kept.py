@@ -41,10 +41,10 @@ def keep_network(
         file = inputs.folder / FILE
     else:
         return
-    told = about(inputs, row["method"], row["seed"], network.scheme)
-    facts = {key: value for key, value in row.items() if key not in told}
+    metadata = about(inputs, row["method"], row["seed"], network.scheme)
+    facts = {key: value for key, value in row.items() if key not in metadata}
     with inputs.stages.stage(f"{name}: keeping the network", seconds=ROUND * inputs.millions):
-        save_network(file, network, {**told, **facts, "weight_bits": row["weights"]})
+        save_network(file, network, {**metadata, **facts, "weight_bits": row["weights"]})
 
 
 def _best(file: Path, earlier: Sequence[dict[str, Any]]) -> float:

@@ -64,8 +64,8 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
     check_trackers(config.track)
     with Stages(console) as stages:
         inputs = prepare(config, folder, stages)
-        told = tracking(config.track, folder, resolved(config))
-        with writing(folder), entered(folder), told as track:
+        trackers = tracking(config.track, folder, resolved(config))
+        with writing(folder), entered(folder), trackers as track:
             check_folder(folder, config)  # who was in it meanwhile?
             return _measure(replace(inputs, track=track))
 
