@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace as replace_config
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,29 +192,28 @@ def fuse_layer(layer: Layers, transform: Transform, config: ModelConfig) -> Laye
         transform: of this layer.
         config: sizes of the network.
     """
-    scales, rotations = transform.scales, transform.rotations
+    scales, rotations, linear = transform.scales, transform.rotations, layer.linear
     if (down := scales.get("down")) is not None:
-        layer = layer.replace(up=_write(layer.up, down), down=_read(layer.down, down))
+        layer = layer.replace(up=_write(linear("up"), down), down=_read(linear("down"), down))
+        linear = layer.linear
     residual, value = rotations.get("residual"), rotations.get("value")
 
-    def read(linear: Linear, rotation: Rotation | None, turn: Callable = rotate) -> Linear:
-        # R^T W = (W^T R)^T: the columns of W are turned as row vectors.
-        return linear.replace(weight=turn(linear.weight.T, rotation).T)
+    def read(name: str, rotation: Rotation | None, function: Callable = rotate) -> Linear:
+        # R^T W = (W^T R)^T: the columns of W are rotated as row vectors.
+        weight = function(linear(name).weight.T, rotation).T
+        return linear(name).replace(weight=weight)
 
-    def write(linear: Linear, rotation: Rotation | None, turn: Callable = rotate) -> Linear:
-        return _outputs(linear, lambda x: turn(x, rotation))
+    def write(own: Linear, rotation: Rotation | None, function: Callable = rotate) -> Linear:
+        return _outputs(own, lambda x: function(x, rotation))
 
     def heads(x: Array, rotation: Rotation | None) -> Array:
         return per_head(rotate, x, rotation, config.head_dim)
 
     layer = layer.replace(
-        q=read(layer.q, residual),
-        k=read(layer.k, residual),
-        v=write(read(layer.v, residual), value, heads),
-        o=write(read(layer.o, value, heads), residual),
-        gate=read(layer.gate, residual),
-        up=read(layer.up, residual),
-        down=write(read(layer.down, rotations.get("down")), residual),
+        **{name: read(name, residual) for name in ("q", "k", "gate", "up")},
+        v=write(read("v", residual), value, heads),
+        o=write(read("o", value, heads), residual),
+        down=write(read("down", rotations.get("down")), residual),
     )
     return _scale_layer(layer, scales, config)
 
@@ -228,17 +227,15 @@ def _scale_layer(layer: Layers, scales: dict[str, Array], config: ModelConfig) -
             q_norm, k_norm = scale(layer.q_norm, -log[0]), scale(layer.k_norm, log[0])
             layer = layer.replace(q_norm=q_norm, k_norm=k_norm)
         else:
-            layer = layer.replace(
-                q=_write(layer.q, -flat_scales(log, heads)),
-                k=_write(layer.k, flat_scales(log, kv_heads)),
-            )
+            q, k = flat_scales(log, heads), flat_scales(log, kv_heads)
+            layer = layer.replace(q=_write(layer.linear("q"), -q), k=_write(layer.linear("k"), k))
     if (values := scales.get("values")) is not None:
-        layer = layer.replace(
-            v=_write(layer.v, values.ravel()), o=_read(layer.o, flat_scales(values, heads))
-        )
-    for norm, site in (("attention_norm", SITES["qkv"]), ("mlp_norm", SITES["gate_up"])):
-        if (log := scales.get(site.scale)) is not None:
-            readers = {name: _read(cast(Linear, layer.linear(name)), log) for name in site.readers}
+        v = _write(layer.linear("v"), values.ravel())
+        o = _read(layer.linear("o"), flat_scales(values, heads))
+        layer = layer.replace(v=v, o=o)
+    for norm, site in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")):
+        if (log := scales.get(site)) is not None:
+            readers = {name: _read(layer.linear(name), log) for name in SITES[site].readers}
             layer = layer.replace(**{norm: scale(getattr(layer, norm), log)}, **readers)
     return layer
 
