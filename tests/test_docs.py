@@ -83,7 +83,7 @@ def test_commands_are_there_and_their_settings_are_read(page, words, monkeypatch
 
 def plain(override: str) -> str:
     """With what own-method.md adds, which `test_methods_of_the_page_run` runs, by known names."""
-    known = {"tail": "kl", "random_householder": "random_orthogonal", "stochastic": "gptq"}
+    known = {"tail": "kl", "random_householder": "random_orthogonal", "stochastic": "quip"}
     return re.sub("|".join(known), lambda name: known[name[0]], override)
 
 
@@ -180,10 +180,11 @@ def own(tmp_path_factory):
 
 def loaded(own: Path, file: str):
     """A module of the copy on its own; what it imports is the real qrot."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, own / "qrot" / file)
+    spec = importlib.util.spec_from_file_location(f"own_{Path(file).stem}", own / "qrot" / file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for their annotations
     spec.loader.exec_module(module)
     return module
 

@@ -11,6 +11,7 @@ from qrot.model.params import Network
 from qrot.network import fuse
 from qrot.progress import FUSE, ROUND, forward_seconds
 from qrot.quantize.method import Rows, WeightMethod
+from qrot.quantize.rtn import RTN
 from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Prepared
@@ -57,7 +58,7 @@ def _rounded(inputs: Inputs, name: str, network: Network) -> tuple[Network, dict
     with inputs.stages.stage(f"{name}: {title}", parts, seconds=seconds) as advance:
         network = record.round(network, rows, config.weights, batch=config.batch, advance=advance)
         jax.block_until_ready(network)
-    if rows is not None:
+    if record is not RTN:
         facts |= {"weight_method": record.name, "weight_seconds": time.perf_counter() - began}
     return network, facts | record.facts(config.weights)
 
