@@ -135,7 +135,9 @@ def acting_from(path: Path, tensors: Mapping[str, np.ndarray], forms: Mapping[st
         else:
             trees[tree][rest] = jnp.asarray(tensor)
     if rotations.keys() != forms.keys():
-        raise InputError(f"{path}: its tensors are not those of {', '.join(forms) or 'no rotation'}")
+        raise InputError(
+            f"{path}: its tensors are not those of {', '.join(forms) or 'no rotation'}"
+        )
     for name, parts in rotations.items():
         trees["rotations"][name] = _rotation(path, name, parts, forms[name])
     return kind(**trees)

@@ -50,7 +50,7 @@ class Online(struct.PyTreeNode):
     clips: dict[str, Float[Values, "*layers"]] = struct.field(default_factory=dict)
 
 
-T = TypeVar("T", Transform, Online)
+T = TypeVar("T", bound=Transform | Online)
 
 
 def split_layers(acting: T) -> tuple[T, dict[str, Rotation]]:
