@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from qrot.errors import InputError
 from qrot.export.formats import compressed_tensors as ct
+from qrot.export.source import open_source, weight_method
 from qrot.files import whole_folder
 from qrot.grid import Grid
 from qrot.quantize.keep import read_about, save_network
@@ -123,6 +124,26 @@ def test_runs_with_mixed_bits_that_kept_no_network_are_refused(made, monkeypatch
     assert export(monkeypatch, *arguments, "huggingface") == 0
 
 
+def test_how_an_older_run_rounded_weights(made, monkeypatch, tmp_path, capsys):
+    """Its rotation file names no method; config.yaml does, settings in a section of their own."""
+    path = made("llama")
+    config = path.parent / "config.yaml"
+    config.write_text("weight_method: quip_sharp\nquip: {damping: 0.02, seed: 5}\n")
+    method, settings = weight_method(open_source(path))
+    assert (method.name, settings.damping, settings.seed) == ("quip_sharp", 0.02, 5)
+    config.write_text("weights: {method: gptq, damping: 0.03}\ndata: {source: files}\n")
+    source = open_source(path)
+    assert weight_method(source)[1].damping == 0.03
+    assert source.about["data"] == {"source": "files"}
+    assert weight_method(source, "rtn")[0].name == "rtn"
+    config.write_text("weights: {method: gptq, dampin: 0.03}\n")
+    assert export(monkeypatch, path, "--out", tmp_path / "out", "--format", "torch") == 2
+    assert "Gptq.dampin" in capsys.readouterr().err
+    config.write_text("weights: {")
+    assert export(monkeypatch, path, "--out", tmp_path / "out", "--format", "torch") == 2
+    assert "config.yaml: cannot be read" in capsys.readouterr().err
+
+
 def test_rows_of_a_run(monkeypatch, tmp_path, capsys):
     """One of the networks that it kept, by the name of its row or of its file."""
     alone = hadamard("llama", tmp_path, key=False, down=False)
@@ -139,7 +160,7 @@ def test_rows_of_a_run(monkeypatch, tmp_path, capsys):
         assert "judged (random hadamard, seed 1)" in " ".join(capsys.readouterr().out.split())
     # The rotations beside it are those of another row.
     assert export(monkeypatch, other, "--out", tmp_path / "b", "--format", "spinquant") == 2
-    assert "no rotation file of this row is kept" in capsys.readouterr().err
+    assert "no rotation file of this row is kept beside it" in capsys.readouterr().err
 
 
 def test_values_are_no_integers(monkeypatch, tmp_path, capsys):

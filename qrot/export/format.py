@@ -108,9 +108,9 @@ def fitted(source: Source) -> Transform:
     """The transform of a source; raises InputError where only a network was kept."""
     if source.transform is None:
         raise InputError(
-            f"{source.about['file']}: its weights are rounded, and no rotation file of this row is "
-            "kept beside it, by which this format would be made; give a rotations.safetensors, or "
-            "a format that holds the network as it was judged"
+            f"{source.about['file']}: its weights are rounded already and no rotation file of this "
+            "row is kept beside it, so that nothing can be built anew; give a rotations.safetensors"
+            ", or take the network as it was judged, in a format that can hold it"
         )
     return source.transform
 

@@ -188,8 +188,10 @@ def _settings_of_run(fitted: Path) -> dict[str, Any]:
     method were a section of the config.
     """
     for file in _configs(fitted):
-        with file.open(encoding="utf-8") as text:
-            config = yaml.safe_load(text) or {}
+        try:
+            config = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"{file}: cannot be read ({error})") from error
         method = config.get("weight_method", RTN.name)
         section = config.get(method.partition("_")[0], {})  # quip_sharp shared quip's
         told = {"weights": {"method": method, **section}}

@@ -224,7 +224,7 @@ def without_signs(content: Content) -> Content:
     def fold(layer: Layers, online: Online, grids: LayerScheme) -> Layers:
         own = online.rotations["down"]
         assert isinstance(own, Hadamard)
-        signs, up = own.signs.reshape(1, -1), layer.up
+        signs, up = own.signs.reshape(1, -1), layer.linear("up")
         changed = up.replace(
             weight=up.weight * signs,
             bias=None if up.bias is None else up.bias * signs,

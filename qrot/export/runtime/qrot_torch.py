@@ -337,7 +337,8 @@ def _heads(x: Tensor, rotation: Rotation | None, log: Tensor | None, head_dim: i
     """Rows of heads through R2, and multiplied by e^log by kv head."""
     heads = _rotated(x.unflatten(-1, (-1, head_dim)), rotation, x.ndim - 1)
     if log is not None:
-        heads = heads * _exp(log).repeat_interleave(heads.shape[-2] // len(log), 0).to(heads)
+        each = log.double().exp().repeat_interleave(heads.shape[-2] // len(log), 0)
+        heads = heads * each.to(heads)
     return heads.flatten(-2)
 
 
@@ -374,8 +375,8 @@ def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -
     _outputs(v, lambda x: _heads(x, value, logs["values"], head_dim))
     inverse = None if logs["values"] is None else -logs["values"]
     _write(o.weight, _heads(_wide(o.weight), value, inverse, head_dim))
-    if logs["keys"] is not None:
-        pairs = _exp(logs["keys"]).repeat(1, 2)  # [kv_heads or 1, head_dim]
+    if (keys := logs["keys"]) is not None:
+        pairs = keys.double().exp().repeat(1, 2)  # [kv_heads or 1, head_dim]
         if hasattr(attention, "q_norm"):
             _write(attention.q_norm.weight, _wide(attention.q_norm.weight) / pairs[0])
             _write(attention.k_norm.weight, _wide(attention.k_norm.weight) * pairs[0])
