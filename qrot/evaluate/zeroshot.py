@@ -120,7 +120,7 @@ def read_rows(file: Path) -> tuple[Kind, list[dict[str, Any]], str]:
         content = file.read_bytes()
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{file}: cannot be read as a task ({reason})") from error
     rows, kinds = [], []
     # Not splitlines: a string in JSON may hold a U+2028.
