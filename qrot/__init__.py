@@ -1,3 +1,3 @@
 """Rotations that make language models easy to quantise."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

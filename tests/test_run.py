@@ -26,6 +26,7 @@ from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
 from qrot.run import results
 from qrot.run import run as module
+from qrot.run.config import to_yaml
 from qrot.run.lock import LOCK, entered
 from qrot.run.methods import learned as learned_module
 from qrot.run.read import read_config
@@ -228,6 +229,23 @@ def test_a_folder_from_before_there_was_a_key_goes_on(config):
         assert run(config, quiet())["rows"] == before["rows"]
         with pytest.raises(InputError, match=r"differs in weights\.method"):
             run(replace(config, weights=Gptq(), calibration=CALIBRATION), quiet())
+
+
+def test_rows_of_a_seed_join_no_older_ones(config):
+    config = replace(config, methods=("no_rotation", "random_hadamard"))
+    run(replace(config, methods=CHEAP[1:]), quiet())
+    folder = Path(config.out)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    file = folder / "results.json"
+    found = json.loads(file.read_text())
+    found["environment"]["qrot"] = "0.1.0"
+    file.write_text(json.dumps(found))
+    with pytest.raises(InputError, match=r"begun by qrot 0\.1\.0, in which a seed"):
+        run(config, quiet())
+    assert json.loads(file.read_text()) == found
+    found["environment"]["qrot"] = "0.2.0"
+    file.write_text(json.dumps(found))
+    assert len(run(config, quiet())["rows"]) == 3
 
 
 def test_a_folder_measured_on_another_text_is_refused(config, tmp_path):

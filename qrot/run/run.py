@@ -39,6 +39,8 @@ from qrot.run.results import RESULTS, read_results, write_results
 from qrot.run.track import check_trackers, tracking
 from qrot.run.zeroshot import FILE, zeroshot_protocol
 
+_STREAMS = (0, 2)  # the version since which each site draws from a stream of its own
+
 
 def run(config: RunConfig, console: Console) -> dict[str, Any]:
     """Measure what the configuration asks for.
@@ -74,9 +76,9 @@ def _measure(inputs: Inputs) -> dict[str, Any]:
     results = _begin(inputs)
     rows, folder = results["rows"], inputs.folder
     done = {(row["method"], row["seed"]) for row in rows}
-    for method, seed in planned(inputs.config):
-        if (method, seed) in done:
-            continue
+    left = [row for row in planned(inputs.config) if row not in done]
+    _check_streams(folder, results, left)
+    for method, seed in left:
         row = _row(inputs, method, seed, rows)
         rows.append({**row, **_elsewhere(results["environment"])})
         write_results(folder / RESULTS, results)
@@ -84,6 +86,19 @@ def _measure(inputs: Inputs) -> dict[str, Any]:
         (folder / FILE).unlink(missing_ok=True)  # is in the row now
     keep_anatomy(inputs, rows)
     return results
+
+
+def _check_streams(
+    folder: Path, results: dict[str, Any], left: list[tuple[str, int | None]]
+) -> None:
+    """Raise InputError where rows would join others in which a seed is other random numbers."""
+    begun = results["environment"]["qrot"]
+    older = tuple(map(int, begun.split("."))) < _STREAMS
+    if older and any(METHODS[method].seeds for method, _ in left):
+        raise InputError(
+            f"{folder}: was begun by qrot {begun}, in which a seed stood for other random numbers; "
+            "choose another folder with out="
+        )
 
 
 def planned(config: RunConfig) -> list[tuple[str, int | None]]:
