@@ -88,7 +88,7 @@ def perturbed(network, hidden, changes):
 def test_backwards_is_the_derivative(fused, name):
     """At every site, by what enters, and by what a projection writes: against jax.grad."""
     network = plain(fused(name))
-    felt = (*NAMES, *(f"{name}_output" for name in PROJECTIONS))
+    wrt = (*NAMES, *(f"{name}_output" for name in PROJECTIONS))
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(*ROWS.shape, 97)))
     entered, found = [], {}
 
@@ -100,7 +100,7 @@ def test_backwards_is_the_derivative(fused, name):
         return (perturbed(network, hidden, changes) * weights).sum()
 
     def back(place, gradients):
-        options = {"names": NAMES, "felt": felt, "statistic": both}
+        options = {"names": NAMES, "wrt": wrt, "statistic": both}
         done = [
             pull(h, g, place.layer, place.context, **options)
             for h, g in zip(place.hidden, gradients, strict=True)
@@ -120,7 +120,7 @@ def test_backwards_is_the_derivative(fused, name):
     assert relative(to_first, expected) < 1e-10
     _, inputs = site_inputs(network, jnp.asarray(ROWS))
     for i in range(3):
-        assert by_site[i].keys() == set(felt)
+        assert by_site[i].keys() == set(wrt)
         for site, derivative in by_site[i].items():
             taken = np.concatenate([gradients[site] for _, gradients in found[i]])
             assert relative(taken, derivative) < 1e-10

@@ -74,7 +74,7 @@ def capture(
     drawn = _positions(count, length, vectors, seed, batch)
     entered: list[Hidden] = []
     seen: list[list[dict[str, np.ndarray]]] = []
-    felt: list[list[dict[str, np.ndarray]]] = []
+    derivatives: list[list[dict[str, np.ndarray]]] = []
     sums: list[dict[str, np.ndarray]] = []
 
     def forward(place: Place) -> Hidden:
@@ -87,14 +87,14 @@ def capture(
         return [np.asarray(h) for h, _ in done]
 
     def backward(place: Place, g: Hidden) -> Hidden:
-        options = {"names": _NAMES, "felt": _NAMES, "statistic": _taken_with_gradients}
+        options = {"names": _NAMES, "wrt": _NAMES, "statistic": _taken_with_gradients}
         done = [
             pull(h, dh, place.layer, place.context, at, **options)
             for h, dh, at in zip(place.hidden, g, drawn.positions, strict=True)
         ]
         entered.pop()
         seen.insert(0, [_stored(x) for _, (x, _) in done])
-        felt.insert(0, [_stored(dx) for _, (_, dx) in done])
+        derivatives.insert(0, [_stored(dx) for _, (_, dx) in done])
         return [np.asarray(dh) for dh, _ in done]
 
     last = forwards(network, rows, forward, batch=batch)
@@ -103,7 +103,7 @@ def capture(
     means = jax.tree.map(lambda *x: jnp.asarray(np.stack(x) / (count * (length - 1))), *sums)
     captured = Captured(
         _joined(seen, drawn.each),
-        _joined(felt, drawn.each) if gradients else None,
+        _joined(derivatives, drawn.each) if gradients else None,
         _shares(count, length, drawn.each),
         count,
     )

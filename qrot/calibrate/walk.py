@@ -119,9 +119,7 @@ def place(network: Network, i: int, hidden: Hidden) -> Place:
     plain = network.replace(scheme=Scheme())
     layer, online = jax.tree.map(lambda x: x[i], network.params.layers), of_layer(network.online, i)
     window, length = windows(network.config), hidden[0].shape[1]
-    rope = rope_table(
-        network.config, length, jnp.promote_types(hidden[0].dtype, jnp.float32)
-    )
+    rope = rope_table(network.config, length, jnp.promote_types(hidden[0].dtype, jnp.float32))
     grids = layer_scheme(plain.scheme, 0)
     window = None if window is None else window[i]
     return Place(i, layer, layer_context(plain, online, window, rope, grids), hidden)
@@ -160,7 +158,7 @@ def run(
     return out, statistic(seen, *arguments)
 
 
-@partial(jax.jit, static_argnames=("names", "felt", "statistic"))
+@partial(jax.jit, static_argnames=("names", "wrt", "statistic"))
 def pull(
     h: Float[Array, "batch length hidden"],
     g: Float[Array, "batch length hidden"],
@@ -168,7 +166,7 @@ def pull(
     context: Context,
     *arguments: Any,
     names: tuple[str, ...],
-    felt: tuple[str, ...],
+    wrt: tuple[str, ...],
     statistic: Callable[..., Any],
 ) -> tuple[Float[Array, "batch length hidden"], Any]:
     """One layer backwards.
@@ -180,7 +178,7 @@ def pull(
         context: what acts beside them.
         arguments: more for the statistic.
         names: of what is looked at.
-        felt: names of that by which derivatives are taken.
+        wrt: names of what derivatives are taken by ("with respect to").
         statistic: of {name: what is there}, {name: derivative by it}.
 
     Returns:
@@ -191,14 +189,14 @@ def pull(
         seen: dict[str, Array] = {}
 
         def hook(name: str, x: Array) -> Array:
-            if name in names or name in felt:
+            if name in names or name in wrt:
                 seen[name] = x
             return x + changes[name] if name in changes else x
 
         return decoder_layer(h, layer, context, hook=hook), seen
 
     shapes = jax.eval_shape(lambda: perturbed(h, {})[1])
-    none = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in felt}
+    none = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in wrt}
     _, back, seen = jax.vjp(perturbed, h, none, has_aux=True)
     to_input, gradients = back(g)
     return to_input, statistic({name: seen[name] for name in names}, gradients, *arguments)

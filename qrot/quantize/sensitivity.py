@@ -75,7 +75,7 @@ def sensitivity(
                 place.context,
                 changes,
                 names=INPUTS,
-                felt=_OUTPUTS,
+                wrt=_OUTPUTS,
                 statistic=_costs,
             )
             before.append(np.asarray(to_input))

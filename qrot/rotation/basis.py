@@ -73,23 +73,23 @@ def site_bases(transform: Transform, head_dim: int) -> dict[str, Basis]:
 
 
 def per_head(
-    turn: Callable[[Array, Rotation | None], Array],
+    function: Callable[[Array, Rotation | None], Array],
     x: Float[Array, "*batch n"],
     rotation: Rotation | None,
     head_dim: int | None,
 ) -> Float[Array, "*batch n"]:
-    """`rotate` or `unrotate` (turn) each run of head_dim values; all at once where it is None.
+    """`rotate` or `unrotate` (function) each run of head_dim values; all at once where it is None.
 
     A rotation with a stack is one for each kv head, which serve as many query heads each as there
     are.
     """
     if rotation is None or head_dim is None:
-        return turn(x, rotation)
+        return function(x, rotation)
     heads = x.reshape(*x.shape[:-1], -1, head_dim)
     if not rotation.stack:
-        return turn(heads, rotation).reshape(x.shape)
+        return function(heads, rotation).reshape(x.shape)
     each = jax.tree.map(lambda r: over_heads(r, heads.shape[-2]), rotation)
-    return jax.vmap(turn, in_axes=(-2, 0), out_axes=-2)(heads, each).reshape(x.shape)
+    return jax.vmap(function, in_axes=(-2, 0), out_axes=-2)(heads, each).reshape(x.shape)
 
 
 def scale_heads(
