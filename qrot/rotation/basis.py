@@ -78,7 +78,7 @@ def per_head(
     rotation: Rotation | None,
     head_dim: int | None,
 ) -> Float[Array, "*batch n"]:
-    """A `function`, `rotate` or `unrotate`, of each run of head_dim values, or of all at once (None).
+    """A `function`, `rotate` or `unrotate`, of each run of head_dim values; of all if that is None.
 
     A rotation with a stack is one for each kv head, which serve as many query heads each as there
     are.
