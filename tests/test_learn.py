@@ -1,19 +1,11 @@
-import re
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import SHORT, W4A4, W16A4, matrix, run
 from looked import site_inputs
-from models import write_variant
-from orbax.checkpoint import v1 as ocp
 
 from qrot.calibrate.capture import mean_inputs
 from qrot.errors import InputError
@@ -22,12 +14,10 @@ from qrot.grid import Grid
 from qrot.learn import loop
 from qrot.learn.batches import Batches
 from qrot.learn.history import load_history
-from qrot.learn.loop import held_out_loss, learn, start_shifts
+from qrot.learn.loop import held_out_loss, start_shifts
 from qrot.learn.objectives.cross_entropy import cross_entropy
-from qrot.learn.settings import Learn
-from qrot.learn.starting_point import settings_of_start, starting_point, training_scheme
+from qrot.learn.starting_point import settings_of_start, starting_point
 from qrot.learn.starts.directions import balancing
-from qrot.learn.step import move, optimiser_state
 from qrot.learn.stiefel import orthogonality_error
 from qrot.model.forward import forward
 from qrot.network import fold, fuse
@@ -35,21 +25,7 @@ from qrot.quantize.rtn import rtn
 from qrot.rotation.forms import Blocks, Dense, orthogonal_parts
 from qrot.rotation.random import RotationSites, random_rotations
 from qrot.rotation.transform import Transform
-from qrot.scheme import Override, Scheme
-
-A4 = Grid(4, "asymmetric")
-W16A4 = Scheme(Grid(), A4, A4, A4)
-W4A4 = Scheme(Grid(4), A4, A4, A4)
-SHORT = Learn(
-    objective="cross_entropy",
-    start="hadamard",
-    steps=6,
-    batch=2,
-    length=16,
-    held_out=2,
-    evaluate_every=2,
-    checkpoint_every=2,
-)
+from qrot.scheme import Override
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +36,6 @@ def network(variant):
 @pytest.fixture(scope="module")
 def tokens(network):
     return np.random.default_rng(0).integers(0, network.config.vocab_size, 640, dtype=np.int32)
-
-
-def run(network, tokens, settings, scheme, folder, **changes):
-    folder.mkdir(exist_ok=True)
-    options = {"sites": RotationSites(), "seed": 0, "folder": folder, **changes}
-    return learn(network.replace(scheme=scheme), tokens, settings, **options)
-
-
-def matrix(transform, name):
-    """The one orthogonal matrix, or the stack of them, of a rotation."""
-    (found,) = orthogonal_parts(transform.rotations[name]).values()
-    return found
 
 
 @pytest.mark.parametrize("shifts", [False, True])
@@ -130,88 +94,11 @@ def test_only_what_is_to_learn_moves(network, tokens, tmp_path):
     assert all(((c >= 0.3) & (c <= 1)).all() for c in jax.tree.leaves(learned.clips))
 
 
-def test_training_weights_at_16_bits_rounds_none(network):
-    overrides = (Override("*.down", weights=8), Override("*.o", activations=8))
-    scheme = replace(W4A4, overrides=overrides)
-    settings = replace(SHORT, weight_bits=16)
-    seen = training_scheme(network.replace(scheme=scheme), settings, RotationSites(), 0)
-    assert not seen.rounds_weights
-    assert seen.overrides == overrides[1:]
-    assert replace(W16A4, overrides=overrides).rounds_weights
-
-
-def test_a_searched_clip_is_one_ratio_in_training(network):
-    scheme = replace(W4A4, weights=Grid(4, clip="mse"))
-    seen = training_scheme(network.replace(scheme=scheme), SHORT, RotationSites(), 0)
-    assert 0.4 < seen.weights.clip < 1
-    assert replace(seen, weights=scheme.weights) == scheme
-
-
 def test_first_tokens_do_not_decide_a_shift(network, tokens):
     rows = tokens[:64].reshape(2, 32)
     site = site_inputs(network, jnp.asarray(rows))[1]["qkv"]
     expected = np.asarray(site).reshape(-1, 2, 32, site.shape[-1])[:, :, 1:].mean((1, 2))
     np.testing.assert_allclose(mean_inputs(network, rows)["qkv"], expected, atol=1e-5)
-
-
-def test_a_finished_run_is_not_run_again(network, tokens, tmp_path):
-    first = run(network, tokens, SHORT, W16A4, tmp_path)
-    called = []
-    second = run(network, tokens, SHORT, W16A4, tmp_path, progress=lambda *_: called.append(1))
-    assert not called
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        assert jnp.array_equal(a, b)
-
-
-SCRIPT = """
-    import sys
-    from pathlib import Path
-    import numpy as np
-    from qrot.learn.loop import learn
-    from qrot.network import fold
-    from qrot.model.io.load import load
-    from qrot.rotation.random import RotationSites
-    sys.path.insert(0, sys.argv[3])
-    from test_learn import SHORT, W4A4
-    network = fold(load(sys.argv[1]).network).replace(scheme=W4A4)
-    tokens = np.random.default_rng(0).integers(0, network.config.vocab_size, 640, dtype=np.int32)
-    learned = learn(network, tokens, SHORT, sites=RotationSites(), seed=0,
-                    folder=Path(sys.argv[2]), progress=lambda step, *_: print(step, flush=True))
-    np.savez(Path(sys.argv[2]) / "result.npz", r1=learned.rotations["residual"].matrix,
-             r2=learned.rotations["value"].matrix)
-"""
-
-
-def test_a_killed_run_goes_on_to_the_same_result(tmp_path):
-    write_variant(tmp_path / "model", "qwen2")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "model")]
-    here = str(Path(__file__).parent)
-    subprocess.run([*command, str(whole), here], check=True, capture_output=True)
-
-    process = subprocess.Popen([*command, str(killed), here], stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.strip() == "3":  # one step past the checkpoint of step 2
-            process.send_signal(signal.SIGKILL)
-            break
-    process.stdout.close()
-    assert process.wait() == -signal.SIGKILL
-    assert not (killed / "result.npz").exists()
-    time.sleep(0.1)
-    resumed = subprocess.run(
-        [*command, str(killed), here], check=True, capture_output=True, text=True
-    )
-    assert resumed.stdout.split()[0] in ("3", "4", "5")  # not from the start
-    a, b = np.load(whole / "result.npz"), np.load(killed / "result.npz")
-    np.testing.assert_array_equal(a["r1"], b["r1"])
-    np.testing.assert_array_equal(a["r2"], b["r2"])
-    lines = [load_history(f / "metrics.jsonl") for f in (whole, killed)]
-    for x, y in zip(*lines, strict=True):
-        x.pop("seconds", None), y.pop("seconds", None)
-        assert x == y
 
 
 def test_divergence_is_rolled_back(network, tokens, tmp_path):
@@ -347,47 +234,6 @@ def test_a_start_that_computes_r1_needs_it_whole(network, tokens, tmp_path):
     assert settings_of_start(fisher, RotationSites()).start == "balanced"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"objective": "fischer"},
-            "learn.objective: there is no 'fischer'; did you mean 'fisher'?",
-        ),
-        (
-            {"optimiser": "muon"},
-            "learn.optimiser: there is no 'muon'; expected one of cayley_sgd, ",
-        ),
-        ({"start": "blanced"}, "learn.start: there is no 'blanced'; did you mean 'balanced'?"),
-        ({"schedule": "step"}, "learn.schedule: there is no 'step'; expected one of constant, "),
-        ({"online": ("value",)}, "learn.online: there is no 'value'; expected one of key, down"),
-        ({"vectors": 1}, "learn.vectors: 1 is below 2"),
-        ({"clip_floor": 0.0}, "learn.clip_floor: 0.0 is outside 0 to 1"),
-        ({"clip_rate": 0.0}, "learn.clip_rate: 0.0 is not positive"),
-    ],
-)
-def test_settings_that_there_are_none_of(changes, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        Learn(**changes)
-
-
-def test_scales_and_clip_ratios_have_rates_and_a_floor_of_their_own():
-    settings = replace(SHORT, scale_rate=0.02, clip_rate=0.1, clip_floor=0.85, learning_rate=0.5)
-    transform = Transform(
-        {"residual": Dense(jnp.eye(4))},
-        {"qkv": jnp.zeros((2, 4))},
-        {"qkv": jnp.zeros((2, 4))},
-        {"qkv": jnp.array([1.0, 0.9])},
-    )
-    gradient = jax.tree.map(jnp.ones_like, transform)
-    state = optimiser_state(transform, settings)
-    # Half of the first step's rate, and Adam's first step is the rate.
-    moved, _ = move(transform, gradient, state, 0.25, settings)
-    np.testing.assert_allclose(moved.scales["qkv"], -0.01, rtol=1e-4)
-    np.testing.assert_allclose(moved.clips["qkv"], [0.95, 0.85], rtol=1e-4)
-    assert jnp.array_equal(moved.shifts["qkv"], transform.shifts["qkv"])
-
-
 # Windows
 
 
@@ -424,45 +270,3 @@ def test_start_shifts_are_those_that_learning_starts_with(network, tokens, tmp_p
     assert shifts.keys() == learned.shifts.keys()
     for site, mu in shifts.items():
         np.testing.assert_array_equal(learned.shifts[site], mu)
-
-
-# Checkpoints
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"settings": replace(SHORT, clip_floor=0.2)},
-        {"scheme": W4A4},
-        {"sites": RotationSites(key=False)},
-        {"tokens": np.zeros(640, np.int32)},
-    ],
-    ids=["settings", "scheme", "sites", "text"],
-)
-def test_checkpoints_of_something_else_are_refused(network, tokens, tmp_path, changes):
-    settings = replace(SHORT, steps=2)
-    run(network, tokens, settings, W16A4, tmp_path)
-    other = {"settings": settings, "scheme": W16A4, "tokens": tokens, **changes}
-    sites = {"sites": other["sites"]} if "sites" in other else {}
-    with pytest.raises(InputError, match=r"checkpoint: these checkpoints are of other settings"):
-        run(network, other["tokens"], other["settings"], other["scheme"], tmp_path, **sites)
-
-
-def test_checkpoints_of_an_older_qrot_are_refused(network, tokens, tmp_path):
-    """They were leaves by number, and said nothing of what they belong to."""
-    with ocp.training.Checkpointer(str((tmp_path / "checkpoint").absolute())) as checkpointer:
-        checkpointer.save(2, {str(i): np.zeros(3) for i in range(4)})
-    with pytest.raises(InputError, match=r"checkpoint: these checkpoints are of an older qrot"):
-        run(network, tokens, SHORT, W16A4, tmp_path)
-
-
-def test_checkpoints_know_their_fields_by_name(network, tokens, tmp_path):
-    """What was saved under one name does not come back under another."""
-    run(network, tokens, replace(SHORT, steps=2), W16A4, tmp_path)
-    with ocp.training.Checkpointer(str((tmp_path / "checkpoint").absolute())) as checkpointer:
-        saved = checkpointer.load(2)
-    assert set(saved) == set(loop.State.__dataclass_fields__)
-    assert saved["step"] == 2
-    for name in ("transform", "best"):
-        assert saved[name]["rotations.residual.matrix"].shape == (48, 48)
-        assert {part.split(".")[0] for part in saved[name]} == set(Transform.__dataclass_fields__)
