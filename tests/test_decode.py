@@ -80,7 +80,8 @@ def test_with_all_that_goes_beside_the_weights(variant, name, fused):
     with jax.enable_x64(True):
         plain = fold(variant(name, "float64").network)
         transform = put(plain, ALL)
-        transform = transform.replace(shifts=some_shifts(plain, draw), clips=some_clips(plain, draw))
+        shifts, clips = some_shifts(plain, draw), some_clips(plain, draw)
+        transform = transform.replace(shifts=shifts, clips=clips)
         network = fuse(plain, transform) if fused else plain.replace(online=transform)
         network = network.replace(scheme=MIXED)
         expected = whole(network)
