@@ -13,8 +13,8 @@ export JAX_PLATFORMS ?= cpu
 
 # What depends on the versions of JAX and of the libraries around it.
 CORE_TESTS = $(addprefix tests/test_,$(addsuffix .py,grid grid_gradients hadamard kernels \
-	kernels_gpu kv4_kernels sites rotations forward fuse walk decode packed stiefel learn gptq keep \
-	load load_gguf run sweep))
+	kernels_gpu kv4_kernels sites forms forward walk decode stiefel learn checkpoints gptq \
+	gptq_network keep load run))
 
 .PHONY: demo test test-core test-newest test-lowest notebooks aot-tpu aot-gpu lint docs clean
 
