@@ -36,7 +36,8 @@ from qrot.text import Data, read_texts
 
 model = load("smollm2")
 network = fold(model.network)
-tokens = encode(model.tokenizer, read_texts(Data()).evaluation)  # the manual that Python ships
+text = read_texts(Data()).evaluation  # the manual that Python ships
+tokens = encode(model.tokenizer, text, network.config.vocab_size)
 rows = cut_windows(tokens, Windows(length=256, count=1))
 
 # %% [markdown]

@@ -18,6 +18,7 @@ from qrot.export.content import in_integers
 from qrot.export.format import Plan, fitted
 from qrot.export.source import Source, open_source
 from qrot.grid import Grid
+from qrot.model.config import ModelConfig
 from qrot.model.decode import Cache, decode_step, empty_cache, next_token
 from qrot.model.io.load import Opened, open_model
 from qrot.model.params import Network
@@ -135,18 +136,11 @@ def written(
         seed: of what is drawn.
 
     Raises:
-        InputError: for an empty prompt and for more tokens than the model has positions for.
+        InputError: for an empty prompt, for a token that the embedding has no row for, and for more
+            tokens than the model has positions for.
     """
-    config = network.config
-    length = len(prompt) + steps
-    if not len(prompt):
-        raise InputError("the prompt is empty")
-    if length > config.max_position_embeddings:
-        raise InputError(
-            f"{len(prompt)} tokens of prompt and {steps} more are over the model's "
-            f"{config.max_position_embeddings} positions; take a smaller --tokens"
-        )
-    cache = empty_cache(network, 1, length, packed=True)
+    check_prompt(network.config, prompt, steps)
+    cache = empty_cache(network, 1, len(prompt) + steps, packed=True)
     step = partial(_step, top_k=top_k)
     each, key = jnp.full(1, temperature, jnp.float32), jax.random.key(seed)
     tokens = jnp.asarray(prompt, jnp.int32)[None]
@@ -154,8 +148,28 @@ def written(
         token, cache = step(network, tokens, cache, each, jax.random.fold_in(key, i))
         tokens = token[:, None]
         yield int(token[0])
-        if int(token[0]) in config.eos_token_ids:
+        if int(token[0]) in network.config.eos_token_ids:
             return
+
+
+def check_prompt(config: ModelConfig, prompt: Int[np.ndarray, " tokens"], steps: int) -> None:
+    """Raise InputError where `written` would, for its reasons.
+
+    Args:
+        config: of the network.
+        prompt: that it is to go on from.
+        steps: tokens at most.
+    """
+    if not len(prompt):
+        raise InputError("the prompt is empty")
+    if (beyond := prompt[(prompt < 0) | (prompt >= config.vocab_size)]).size:
+        rows = config.vocab_size
+        raise InputError(f"the prompt holds token {beyond[0]}, but the embedding has {rows} rows")
+    if len(prompt) + steps > config.max_position_embeddings:
+        raise InputError(
+            f"{len(prompt)} tokens of prompt and {steps} more are over the model's "
+            f"{config.max_position_embeddings} positions; take a smaller --tokens"
+        )
 
 
 @partial(jax.jit, static_argnames="top_k", donate_argnames="cache")

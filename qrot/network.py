@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qrot.errors import InputError
 from qrot.model.config import ModelConfig
 from qrot.model.forward import forward as logits
 from qrot.model.params import Layers, Linear, Network, Params
 from qrot.rotation.basis import flat_scales, pairs, per_head, scale, site_basis
+from qrot.rotation.check import check_fit
 from qrot.rotation.forms import Rotation, reorthonormalised, rotate
 from qrot.rotation.transform import Online, Transform, map_rotations, split_layers, with_shared
 from qrot.sites import ONLINE, PROJECTIONS, SITES
@@ -95,7 +97,9 @@ def fuse(network: Network, transform: Transform) -> Network:
     Raises:
         ValueError: where the norms are not folded, something is online already, or weights are on
             their grid.
+        InputError: where a part of the transform has another shape than this network needs.
     """
+    check_fit(vars(transform), network.config)
     _check_not_rounded(network)
     params = network.params
     norms = (params.layers.attention_norm, params.layers.mlp_norm, params.norm)
@@ -224,6 +228,8 @@ def _scale_layer(layer: Layers, scales: dict[str, Array], config: ModelConfig) -
     if (keys := scales.get("keys")) is not None:
         log = pairs(keys)
         if layer.q_norm is not None and layer.k_norm is not None:
+            if len(keys) > 1:
+                raise InputError("scales.keys: kv heads that share a norm have one scale for all")
             q_norm, k_norm = scale(layer.q_norm, -log[0]), scale(layer.k_norm, log[0])
             layer = layer.replace(q_norm=q_norm, k_norm=k_norm)
         else:

@@ -48,11 +48,11 @@ class Stages:
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         """Stages that print to a console; `clock` tells seconds from any moment on."""
         self._bars = _Bars(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
             _Remaining(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -107,13 +107,16 @@ class Stages:
         finally:
             self._bars.remove_task(task)
         taken = self._clock() - began
-        self._console.print(f"{name}: {taken:.1f} s{last and ', '}{last}", highlight=False)
+        self._say(f"{name}: {taken:.1f} s{last and ', '}{last}")
 
     def _print(self, name: str, parts: str, note: str, left: float) -> None:
         """The line of a stage that runs."""
         about = f"about {left:.0f} s left" if left else ""
         told = ", ".join(filter(None, [parts, note, about]))
-        self._console.print(f"{name}: {told}", highlight=False)
+        self._say(f"{name}: {told}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False)
 
 
 class _Bars(Progress):

@@ -29,6 +29,20 @@ def collect(package: str, kind: type[T]) -> dict[str, T]:
     return found
 
 
+def check_count(count: int, key: str, most: int = 1_000_000) -> None:
+    """Raise InputError where there cannot be as many of something.
+
+    Args:
+        count: of it.
+        key: of the configuration that it was given for.
+        most: there can be.
+    """
+    if count < 1:
+        raise InputError(f"{key}: {count} is not positive")
+    if count > most:
+        raise InputError(f"{key}: {count:,} is above {most:,}")
+
+
 def check_name(name: str, known: Iterable[str], key: str) -> None:
     """Raise InputError where a name is not known, with the nearest one that is.
 
@@ -41,4 +55,5 @@ def check_name(name: str, known: Iterable[str], key: str) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
-        raise InputError(f"{key}: there is no '{name}'; {hint}")
+        said = repr(name) if len(name) <= 60 else f"{name[:57]!r}..."
+        raise InputError(f"{key}: there is no {said}; {hint}")

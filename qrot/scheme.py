@@ -44,6 +44,12 @@ class Override:
     keys: int | None = None
     values: int | None = None
 
+    def __post_init__(self):
+        for role in _GRANULARITY:
+            bits = getattr(self, role)
+            if bits is not None and not 2 <= bits <= OFF:
+                raise InputError(f"{role} bits: {bits} is outside 2 to {OFF}")
+
     @property
     def changes(self) -> bool:
         """Whether the override says anything."""

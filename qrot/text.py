@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from qrot.errors import InputError
+from qrot.files.plain import read_bytes, readable
+
+MOST_TEXT = 1 << 30  # bytes; WikiText-103 has half of it
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def _wikitext2(data: Data) -> tuple[str, str]:
         rows = [_hub_rows(split) for split in ("train", "test")]
     else:
         folder = Path(data.path)
-        train = next((p for p in sorted(folder.glob("wiki.train*.raw"))), folder / "wiki.train.raw")
+        with readable(folder):
+            parts = sorted(folder.glob("wiki.train*.raw"))
+        train = parts[0] if parts else folder / "wiki.train.raw"
         raw = [read_text(train), read_text(folder / "wiki.test.raw")]
         if data.join == "raw":
             return raw[0], raw[1]
@@ -112,9 +117,7 @@ def _hub_rows(split: str) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """A text file; raises InputError where it cannot be read as UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read as text ({reason})") from error
+    """A text file; raises InputError where it cannot be read as UTF-8. Lines end in line feeds."""
+    content = read_bytes(path, MOST_TEXT)
+    with readable(path):
+        return content.decode().replace("\r\n", "\n").replace("\r", "\n")

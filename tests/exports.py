@@ -15,7 +15,8 @@ from runs import A4
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qrot import cli
-from qrot.export.verify import logits_in_qrot
+from qrot.export.online import MODULE
+from qrot.export.verify import load_with_module, logits_in_qrot
 from qrot.grid import Grid
 from qrot.model.io.load import load
 from qrot.network import fold, fuse
@@ -142,6 +143,11 @@ def opened(folder, **options):
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def opened_by_module(folder):
+    """What the module in an exported folder makes of it."""
+    return load_with_module(folder, MODULE)
 
 
 def apart(a, b):

@@ -121,6 +121,32 @@ def test_checkpoints_of_an_older_qrot_are_refused(network, tokens, tmp_path):
         run(network, tokens, SHORT, W16A4, tmp_path)
 
 
+DAMAGED = {
+    "contents": ("2/state/_METADATA", lambda file: file.write_bytes(file.read_bytes()[:999])),
+    "no contents": ("2/state/_METADATA", Path.unlink),
+    "numbers": ("2/state/manifest.ocdbt", lambda file: file.write_bytes(b"0" * 99)),
+    "what it is": ("2/_CHECKPOINT_METADATA", lambda file: file.write_text("[]")),
+    "nothing in it": ("3", Path.mkdir),
+}
+
+
+# The threads of TensorStore answer after Orbax has closed its loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_checkpoints_are_refused(network, tokens, tmp_path, name):
+    settings, (file, damage) = replace(SHORT, steps=2), DAMAGED[name]
+    run(network, tokens, settings, W16A4, tmp_path)
+    damage(tmp_path / "checkpoint" / file)
+    with pytest.raises(InputError, match=r"checkpoint: these checkpoints are damaged; remove the"):
+        run(network, tokens, settings, W16A4, tmp_path)
+
+
+def test_a_file_in_place_of_checkpoints_is_refused(network, tokens, tmp_path):
+    (tmp_path / "checkpoint").write_text("x")
+    with pytest.raises(InputError, match="checkpoint: is no folder"):
+        run(network, tokens, SHORT, W16A4, tmp_path)
+
+
 def test_checkpoints_know_their_fields_by_name(network, tokens, tmp_path):
     """What was saved under one name does not come back under another."""
     run(network, tokens, replace(SHORT, steps=2), W16A4, tmp_path)

@@ -15,6 +15,7 @@ from exports import (
     in_qrot,
     logits,
     opened,
+    opened_by_module,
     save,
     write_run,
 )
@@ -22,11 +23,12 @@ from models import VARIANTS, write_folder
 from rich.console import Console
 from safetensors import safe_open
 
-from qrot.export.checkpoint import config_json
+from qrot.export.config import config_json
 from qrot.export.export import export as write
 from qrot.export.format import Options
+from qrot.export.online import ONLINE
 from qrot.export.source import open_source
-from qrot.files import write_tensors
+from qrot.files.tensors import write_tensors
 from qrot.grid import Grid
 from qrot.model.io import assemble
 from qrot.model.io.load import load, open_model
@@ -96,7 +98,7 @@ def test_a_network_with_directions_cut_off_is_smaller(monkeypatch, tmp_path, cap
     run, network = write_run(tmp_path, "llama", alone, Scheme(Grid(8)), lambda x: rtn(cut(x, 40)))
     out = tmp_path / "out"
     assert export(monkeypatch, run, "--out", out, "--format", "torch", "--verify") == 0
-    loaded = opened(out)
+    loaded = opened_by_module(out)
     assert (loaded.config.hidden_size, loaded.config.head_dim) == (40, 12)
     assert apart(logits(loaded), in_qrot(network)) < 1e-5
 
@@ -107,7 +109,7 @@ def test_the_commit_of_a_hub_model_is_recorded(made, tmp_path):
     with Stages(Console(quiet=True)) as stages:
         write(source, tmp_path / "out", "torch", Options(), stages)
     assert f"commit {commit}, sha256" in (tmp_path / "out" / "README.md").read_text()
-    with safe_open(tmp_path / "out" / "online.safetensors", "np") as file:
+    with safe_open(tmp_path / "out" / ONLINE, "np") as file:
         assert json.loads(file.metadata()["revision"]) == commit
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from qrot.errors import InputError
 from qrot.export.formats import compressed_tensors as ct
 from qrot.export.source import open_source, weight_method
-from qrot.files import whole_folder
+from qrot.files.whole import whole_folder
 from qrot.grid import Grid
 from qrot.quantize.keep import read_about, save_network
 from qrot.rotation.store import load_rotations, save_rotations
@@ -141,7 +141,7 @@ def test_how_an_older_run_rounded_weights(made, monkeypatch, tmp_path, capsys):
     assert "Gptq.dampin" in capsys.readouterr().err
     config.write_text("weights: {")
     assert export(monkeypatch, path, "--out", tmp_path / "out", "--format", "torch") == 2
-    assert "config.yaml: cannot be read" in capsys.readouterr().err
+    assert "config.yaml: not valid YAML" in capsys.readouterr().err
 
 
 def test_rows_of_a_run(monkeypatch, tmp_path, capsys):

@@ -9,13 +9,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from qrot.errors import InputError
-from qrot.files import (
-    whole_file,
-    whole_folder,
-    write_tensor_file,
-    write_tensors,
-    write_text,
-)
+from qrot.files.tensors import write_tensor_file, write_tensors
+from qrot.files.whole import whole_file, whole_folder, write_text
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -120,5 +120,5 @@ def test_the_command(tmp_path, capsys):
     assert len(json.loads(out.read_text())["sites"]["down"]) == config.num_hidden_layers
     with pytest.raises(InputError, match="absent is no folder"):
         app([*arguments, "--out", str(tmp_path / "absent" / "x")], standalone_mode=False)
-    with pytest.raises(InputError, match="cannot be read as text"):
+    with pytest.raises(InputError, match="/absent: cannot be read"):
         app(["inspect", str(tmp_path / "model"), "--text", "/absent"], standalone_mode=False)

@@ -131,7 +131,7 @@ def test_an_empty_context_is_that_of_lm_eval(continuation, prefix):
         _loglikelihood_tokens=lambda requests, **_: requests,
     )
     ((_, before, after),) = TemplateLM.loglikelihood(stub, [Ask("", continuation)], True)
-    found = encode_pair(tokenizer, "", continuation, bos=None, prefix=prefix)
+    found = encode_pair(tokenizer, "", continuation, vocab_size=6, bos=None, prefix=prefix)
     if not after:
         before, after = [prefix], [prefix]
     assert found.tokens.tolist() == before + after
@@ -150,6 +150,6 @@ def test_the_cut_is_that_of_lm_eval(context, continuation):
     tokenizer = characters()
     stub = SimpleNamespace(backend="causal", tok_encode=lambda text: tokenizer.encode(text).ids)
     before, after = TemplateLM._encode_pair(stub, context, continuation)
-    found = encode_pair(tokenizer, context, continuation, bos=None, prefix=9)
+    found = encode_pair(tokenizer, context, continuation, vocab_size=6, bos=None, prefix=9)
     assert found.tokens.tolist() == before + after
     assert found.scored == len(after)

@@ -102,7 +102,7 @@ def test_sliding_windows(tmp_path):
     three = ["full_attention", "sliding_attention", "full_attention"]
     assert window("mistral", sliding_window=7) == (7, 7, 7)
     assert window("mistral", sliding_window=None) is None
-    assert window("llama", sliding_window=7) is None
+    assert window("llama", sliding_window=None) is None
     assert window("qwen2", sliding_window=7, max_window_layers=0) is None
     on: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 7}
     assert window("qwen2", **on, max_window_layers=2) == (0, 0, 7)
@@ -119,7 +119,7 @@ def test_rope(tmp_path, key):
     assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
 
 
-def test_head_of_a_tied_model_and_rotary_buffers_are_ignored(tmp_path):
+def test_rotary_buffers_and_a_head_that_is_the_embedding_are_ignored(tmp_path):
     config = models.config_json("llama", tie_word_embeddings=True)
     tensors = models.weights(config)
     models.write_files(tmp_path / "a", config, tensors)
@@ -201,7 +201,7 @@ def _cut(folder, size):
         (lambda f: _cut(f, 0), "empty"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 999), "truncated or not"),
         (lambda f: (f / "model.safetensors").write_bytes(bytes(999)), "not a valid"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "not a valid tokenizer"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json: not valid JSON"),
     ],
 )
 def test_damaged_folders(tmp_path, damage, message):
@@ -238,7 +238,7 @@ def test_integer_weights_are_refused(tmp_path):
     tensors = models.weights(config)
     tensors["model.norm.weight"] = np.ones(48, np.int8)
     models.write_files(tmp_path, config, tensors)
-    with pytest.raises(InputError, match=r"model.norm.weight has dtype I8"):
+    with pytest.raises(InputError, match=r"model.norm.weight has dtype int8"):
         load(str(tmp_path))
 
 

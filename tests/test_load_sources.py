@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 from qrot.errors import InputError
-from qrot.model.io.load import digest, load, local_config, open_model
+from qrot.identity import digest
+from qrot.model.io.load import load, local_config, open_model
 from qrot.model.io.tokenizer import encode
 
 
@@ -35,11 +36,11 @@ def same(a, b):
 def test_tokenizer_of_a_folder(tmp_path):
     models.write_folder(tmp_path)
     with pytest.raises(InputError, match=r"without a tokenizer"):
-        encode(load(str(tmp_path)).tokenizer, "a")
+        encode(load(str(tmp_path)).tokenizer, "a", 97)
     words = Tokenizer(tokenizer_models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    ids = encode(load(str(tmp_path)).tokenizer, "b a c b")
+    ids = encode(load(str(tmp_path)).tokenizer, "b a c b", 97)
     assert ids.dtype == np.int32
     assert ids.tolist() == [1, 0, 2, 1]
 
@@ -60,7 +61,8 @@ def test_digest(tmp_path, cache):
     file.write_bytes(b"1")
     first = digest([file])
     (entry,) = set((cache / "qrot" / "digests").iterdir()) - set(entries)
-    entry.write_text("0" * 16)
+    known = json.loads(entry.read_text())
+    entry.write_text(json.dumps({**known, "value": "0" * 16}))
     assert digest([file]) == "0" * 16
     entry.write_text("broken")
     assert digest([file]) == first
@@ -130,6 +132,7 @@ def test_hub(tmp_path, monkeypatch):
     def download(name, revision, allow_patterns):
         if name != "some/model":
             raise RuntimeError("404: no such repository\nmore")
+        assert {"*.json", "model*.safetensors", "*.jinja", "LICENSE*"} <= {*allow_patterns}
         asked.append(revision)
         return str(tmp_path / ("snapshot" if revision == "no-commit" else commit))
 
@@ -152,3 +155,46 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"pip install qrot\[hub\]"):
         load("some/model")
+
+
+def test_sources_that_are_no_files_or_folders(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    models.write_folder(tmp_path / "model")
+    for source, message in [
+        ("", "there is no model ''"),
+        ("a\0b", "there is no model 'a.x00b'"),
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("x/" * 2500, "cannot be read: File name too long"),
+        ("~nobody-of-this-name/model", "there is no model"),
+        (str(tmp_path / "pipe"), "pipe is neither a file nor a folder"),
+        ("/dev/zero", "neither a file nor a folder"),
+        (str(tmp_path / "a"), "cannot be read: Too many levels"),
+        ("/", "^/ has no config.json"),
+        (str(tmp_path / "folder.gguf"), "folder.gguf has no config.json"),
+        (str(tmp_path / "model" / "model.safetensors"), "give the folder that it is in"),
+        (str(tmp_path / "model" / "config.json"), "give the folder that it is in"),
+    ]:
+        for what in (load, local_config):
+            with pytest.raises(InputError, match=message) as caught:
+                what(source)
+            assert "\n" not in str(caught.value)
+            assert len(str(caught.value)) < 400
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_sources_that_may_not_be_read(tmp_path):
+    models.write_folder(tmp_path / "closed" / "model")
+    (tmp_path / "closed").chmod(0)
+    with pytest.raises(InputError, match="cannot be read"):
+        load(str(tmp_path / "closed" / "model"))
+    (tmp_path / "closed").chmod(0o700)
+
+
+def test_digests_of_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "absent"):
+        with pytest.raises(InputError, match=str(path)):
+            digest([path])

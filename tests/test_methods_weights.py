@@ -273,7 +273,7 @@ def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
         inputs = prepare(config, tmp_path, stages)
 
     def text(qat=QAT, dtype="float32", digest="x"):
-        model = inputs.model.replace(digest=digest)
+        model = inputs.model.replace(identity=replace(inputs.model.identity, more=[digest]))
         settings = replace(config, weights=qat, dtype=dtype)
         return own_text.own_text(replace(inputs, config=settings, model=model))
 
@@ -289,6 +289,12 @@ def test_qat_keeps_the_text_of_each_setting(config, tmp_path, monkeypatch):
     text(digest="y")
     assert len(written) == 6
     assert len(list(tmp_path.iterdir())) == 6
+    good = text().astype("<i4")
+    for wrong in (good[:-1], good.astype("f8"), good - 1, good + 97, good.astype(object)):
+        for file in tmp_path.iterdir():
+            np.save(file, wrong)
+        with pytest.raises(InputError, match=r"npy: (damaged \(.*delete it|larger than)"):
+            text()
     for file in tmp_path.iterdir():
         file.write_bytes(b"half")
     with pytest.raises(InputError, match=r"npy: damaged \(.*delete it"):

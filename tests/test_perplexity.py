@@ -140,3 +140,15 @@ def test_uniform_logits_have_the_perplexity_of_the_vocabulary():
     rows = cut_windows(TEXT, windows)
     nll = mean_nll(lambda batch: jnp.zeros((*batch.shape, 40)), rows, windows)
     np.testing.assert_allclose(np.exp(nll), 40, rtol=1e-5)
+
+
+def test_a_batch_is_at_most_all_windows():
+    windows, shapes = Windows(5, 4), []
+    rows = cut_windows(TEXT, windows)
+
+    def logits(batch):
+        shapes.append(batch.shape)
+        return jnp.zeros((*batch.shape, 40))
+
+    mean_nll(logits, rows, windows, batch=10**10)
+    assert shapes == [(4, 5)]

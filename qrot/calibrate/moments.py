@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from qrot.calibrate.walk import Advance, Hidden, Place, forwards
 from qrot.errors import InputError
 from qrot.model.params import Layers, Network
+from qrot.records import check_count
 from qrot.sites import INPUTS
 
 EXACT = jax.lax.Precision.HIGHEST  # a TPU would round the products to bfloat16
@@ -31,8 +32,7 @@ class Calibration:
     length: int = 512
 
     def __post_init__(self):
-        if self.windows < 1:
-            raise InputError(f"calibration.windows: {self.windows} is not positive")
+        check_count(self.windows, "calibration.windows")
         if self.length < 2:
             raise InputError(f"calibration.length: a window of {self.length} tokens is none")
 

@@ -8,6 +8,11 @@ import typer
 
 from qrot.errors import InputError
 
+_MOST = 1 << 17  # of rows, windows and their tokens; more is a slip
+_Rounds = Annotated[
+    int, typer.Option(min=1, max=1000, help="Counted rounds, after one of warm-up.")
+]
+
 app = typer.Typer(help="Measure what things cost on this machine.", no_args_is_help=True)
 
 
@@ -20,9 +25,9 @@ def _benches() -> None:
 def bench_learn(
     model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
     weight_bits: Annotated[int, typer.Option(help="Bits of the weights in training.")] = 16,
-    batch: Annotated[int, typer.Option(help="Windows in a step.")] = 2,
-    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Windows in a step.")] = 2,
+    length: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens in a window.")] = 512,
+    rounds: _Rounds = 5,
 ) -> None:
     """Seconds of one learning step, part by part, and its ratio to a plain forward pass."""
     from rich.console import Console
@@ -51,8 +56,8 @@ def bench_learn(
 def bench_gptq(
     model: Annotated[str, typer.Argument(help="A model, as in a config.")] = "smollm2",
     bits: Annotated[int, typer.Option(help="Bits of the weights.")] = 4,
-    windows: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
-    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, max=_MOST, help="Windows to calibrate on.")] = 128,
+    length: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens in a window.")] = 512,
 ) -> None:
     """Seconds of GPTQ for a whole model: the capture of what weights read, and the solving."""
     from rich.console import Console
@@ -74,10 +79,12 @@ def bench_gptq(
 @app.command("kernels")
 def bench_kernels(
     size: Annotated[
-        int, typer.Option(help="Inputs and outputs of a product, tokens cached.")
+        int, typer.Option(min=2, max=_MOST, help="Inputs and outputs of a product, tokens cached.")
     ] = 4096,
-    rows: Annotated[int, typer.Option(help="Rows that are transformed or multiplied.")] = 4096,
-    rounds: Annotated[int, typer.Option(help="Counted rounds, after one of warm-up.")] = 5,
+    rows: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="Rows that are transformed or multiplied.")
+    ] = 4096,
+    rounds: _Rounds = 5,
 ) -> None:
     """Every kernel against what this machine can copy and multiply, in one run."""
     from rich.console import Console
@@ -85,8 +92,8 @@ def bench_kernels(
     from qrot import bench
     from qrot.progress import Stages
 
-    if min(size, rows, rounds) < 1 or size % 2:
-        raise InputError("size must be even, and size, rows and rounds positive")
+    if size % 2:
+        raise InputError("--size: it must be even")
     console, count = Console(), bench.KERNEL_FUNCTIONS * (rounds + 1)
     with Stages(console) as stages, stages.stage("measuring", count, seconds=60.0) as advance:
         result = bench.bench_kernels(size=size, rows=rows, rounds=rounds, advance=advance)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from qrot.errors import InputError
+from qrot.files.whole import check_writable
 
 
 def _formats() -> str:
@@ -48,6 +49,9 @@ def export(
     row: Annotated[
         str | None, typer.Option(help="Of the run's results, where it kept several networks.")
     ] = None,
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Though it was fitted to other weights.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load it in PyTorch and compare on 16 windows.")
     ] = False,
@@ -64,13 +68,14 @@ def export(
     from qrot.export.source import open_source
     from qrot.progress import Stages
 
+    check_writable(out, folder=True)
     console = Console()
     options = Options(scheme, group, online, weights, dtype)
-    opened = open_source(source, model=model, row=row)
+    opened = open_source(source, model=model, row=row, allow_mismatch=allow_mismatch)
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: no bars between our own
     with Stages(console) as stages:
         (first, *_, last), proof = write(opened, out, kind, options, stages, check=verify)
-    size = sum(path.stat().st_size for path in out.iterdir())
+    size = sum(path.stat().st_size for path in out.rglob("*"))
     console.print(f"{out}: {size / 1e6:,.1f} MB. {first}", highlight=False)
     console.print(last, highlight=False)
     if proof is not None:
@@ -78,7 +83,10 @@ def export(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="An R.bin of SpinQuant's.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="An R.bin of SpinQuant's, or DartQuant's files of R1 and R2."),
+    ],
     model: Annotated[str, typer.Option(help="The model that it was learned for.")],
     weight_bits: Annotated[int, typer.Option(help="Bits of the weights that it was learned with.")],
     out: Annotated[Path, typer.Option(help="The rotation file to write.")],
@@ -91,18 +99,22 @@ def import_(
     R.bin says neither the model nor the weights that it was learned for: you have to.
     """
     import warnings
+    from dataclasses import asdict
 
-    from qrot.export.formats.spinquant import fixed_rotations, read_spinquant, same_as_spinquant
+    from qrot.export.read_spinquant import fixed_rotations, read_spinquant, same_as_spinquant
     from qrot.model.io.load import open_model
     from qrot.rotation.store import save_rotations
 
+    check_writable(out)
     if out.exists():
         raise InputError(f"{out}: is there already; choose another --out")
     opened = open_model(model)
-    transform = read_spinquant(file, opened.config, online=online)
+    file, *more = files
+    transform = read_spinquant(file, opened.config, more=more, online=online)
     metadata = {
         "model": model,
-        "digest": opened.digest,
+        "digest": opened.identity.of_files,
+        "fingerprint": asdict(opened.identity.fingerprint),
         "trained_weight_bits": weight_bits,
         "imported": file.name,
     }

@@ -20,7 +20,7 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
     scheme: Annotated[
         str | None, typer.Option(help="W4A4KV4 or the like, in place of the run's.")
     ] = None,
@@ -41,6 +41,7 @@ def generate(
     from rich.console import Console
 
     from qrot import generate as module
+    from qrot.errors import located
     from qrot.model.io.tokenizer import encode
     from qrot.progress import Stages
 
@@ -51,7 +52,10 @@ def generate(
             model, stages, scheme=chosen, weights=weights, row=row
         )
     tokenizer = opened.tokenizer
-    start, marks = encode(tokenizer, prompt), [time.perf_counter()]
+    with located("prompt"):
+        start = encode(tokenizer, prompt, network.config.vocab_size)
+    module.check_prompt(network.config, start, tokens)
+    marks = [time.perf_counter()]
     options = {"steps": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     print(prompt, end="", flush=True)
     all_tokens, shown = list(start), tokenizer.decode(list(start))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from qrot.errors import InputError
+from qrot.files.whole import check_writable
 
 
 def compare(
@@ -46,8 +47,8 @@ def print_comparison(
     """What `qrot compare` prints, and its report if one is asked for; the arguments are its own.
 
     Raises:
-        InputError: where an argument or a run folder makes no sense, or the report cannot be
-            written.
+        InputError: where an argument or a run folder makes no sense.
+        OSError: where the report cannot be written.
     """
     from rich.console import Console
 
@@ -62,24 +63,21 @@ def print_comparison(
     }
     if kind not in formats:
         raise InputError(f"--format: {kind!r} is not one of {', '.join(formats)}")
-    if report is not None and not report.parent.is_dir():
-        raise InputError(f"--report: {report.parent} is no folder")
+    if report is not None:
+        check_writable(report)
     found = read_runs(runs, other)
     groups = grouped(found, by)
     base = chosen(groups, against)
     table = formats[kind](differences.lines(groups, base))
     if kind == "terminal":
         head = title(together(found))
-        Console().print(head, table, differences.NOTE, sep="\n", highlight=False)
+        Console(markup=False).print(head, table, differences.NOTE, sep="\n", highlight=False)
     else:
         print(table, end="")
     if report is not None:
         from qrot.report.comparison import write_comparison
 
-        try:
-            write_comparison(report, found, groups, base)
-        except OSError as error:
-            raise InputError(f"{report}: cannot be written ({error.strerror})") from error
+        write_comparison(report, found, groups, base)
         print(report, file=sys.stderr)
 
 
@@ -102,7 +100,7 @@ def inspect(
 
     from rich.console import Console
 
-    from qrot.files import write_text
+    from qrot.files.whole import write_text
     from qrot.grid import Grid
     from qrot.progress import Stages
     from qrot.report.inspect import tables
@@ -111,8 +109,8 @@ def inspect(
     from qrot.run.prepare import inspected
     from qrot.scheme import Scheme
 
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out: {out.parent} is no folder")
+    if out is not None:
+        check_writable(out)
     grid = Grid(bits, "asymmetric")
     scheme, console = Scheme(activations=grid, keys=grid, values=grid), Console()
     with Stages(console) as stages:

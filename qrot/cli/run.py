@@ -86,9 +86,9 @@ def _run(name: str, file: Path, overrides: list[str]) -> None:
 
     # Orbax logs the traceback of what it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    console, settings = Console(), read_config(file, overrides)
+    console, settings = Console(markup=False), read_config(file, overrides)
     if file.parent == PRESETS:
-        console.print(f"{name}, with these settings:", applied(settings), sep="\n", markup=False)
+        console.print(f"{name}, with these settings:", applied(settings), sep="\n")
     folder = Path(settings.out)
     try:
         results = run_and_report(settings, console)
@@ -115,13 +115,9 @@ def run_and_report(config: RunConfig, console: Console) -> dict[str, Any]:
             the folder by then is whole.
     """
     from qrot.report.run import write_report
-    from qrot.run.folder import writing
     from qrot.run.run import run
 
-    results = run(config, console)
-    with writing(Path(config.out)):
-        write_report(Path(config.out))
-    return results
+    return run(config, console, report=write_report)
 
 
 def _show(results: dict[str, Any], console: Console) -> None:
@@ -146,7 +142,7 @@ def _sweep(
     from qrot.study.launch import run_sweep
     from qrot.study.sweep import estimates, plan, read_sweep
 
-    console = Console()
+    console = Console(markup=False)
     combinations = read_sweep(file, overrides, sweeps)
     if dry_run:
         seconds, source = estimates(combinations)

@@ -36,7 +36,13 @@ class Request(NamedTuple):
 
 
 def encode_pair(
-    tokenizer: Any, context: str, continuation: str, *, bos: int | None, prefix: int | None
+    tokenizer: Any,
+    context: str,
+    continuation: str,
+    *,
+    vocab_size: int,
+    bos: int | None,
+    prefix: int | None,
 ) -> Request:
     """Tokenise a context and its continuation as one text, cut where the context alone would end.
 
@@ -47,16 +53,18 @@ def encode_pair(
         tokenizer: of the package `tokenizers`.
         context: what is read.
         continuation: what is scored.
+        vocab_size: rows of the embedding.
         bos: put in front; None for nothing.
         prefix: what stands for a context that is empty. A text that begins with it itself has it
             for its context, as lm-eval takes it, unless nothing would be left to be scored.
 
     Raises:
-        InputError: where the continuation has no token of its own, or there is no prefix.
+        InputError: where the continuation has no token of its own, there is no prefix, or the
+            embedding has no row for a token.
     """
     bare = context.rstrip()
-    whole = encode(tokenizer, context + continuation)
-    scored = len(whole) - len(encode(tokenizer, bare))
+    whole = encode(tokenizer, context + continuation, vocab_size)
+    scored = len(whole) - len(encode(tokenizer, bare, vocab_size))
     if scored < 1:
         raise InputError(f"{continuation!r} adds no token to its context")
     if bos is not None:

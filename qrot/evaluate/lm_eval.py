@@ -57,7 +57,7 @@ class LikelihoodModel(LM):
         if bos and config.bos_token_id is None:
             raise InputError("bos: this model has no BOS token")
         self._logits_of, self._tokenizer = logits_of, model.tokenizer
-        self._window = config.max_position_embeddings
+        self._window, self._vocab_size = config.max_position_embeddings, config.vocab_size
         self._bos = config.bos_token_id if bos else None
         self._prefix = config.prefix_token_id
 
@@ -65,8 +65,8 @@ class LikelihoodModel(LM):
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation after its context, and whether it is greedy."""
-        bos, prefix = self._bos, self._prefix
-        pairs = [encode_pair(self._tokenizer, *r.args, bos=bos, prefix=prefix) for r in requests]
+        about = {"vocab_size": self._vocab_size, "bos": self._bos, "prefix": self._prefix}
+        pairs = [encode_pair(self._tokenizer, *r.args, **about) for r in requests]
         return self._answers(pairs, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -76,7 +76,7 @@ class LikelihoodModel(LM):
             raise InputError("a text needs a BOS or EOS before it, and the model has neither")
         parts, owners = [], []
         for owner, request in enumerate(requests):
-            tokens = encode(self._tokenizer, *request.args).tolist()
+            tokens = encode(self._tokenizer, request.args[0], self._vocab_size).tolist()
             for window in get_rolling_token_windows(tokens, self._prefix, self._window, 1):
                 context, scored = make_disjoint_window(window)
                 parts.append(Request(np.asarray(context + scored, np.int32), len(scored)))

@@ -109,11 +109,11 @@ def mean_nll(
         logits_of: jit-compiled logits of a batch of rows.
         rows: tokens of the windows, from `cut_windows`.
         windows: how they were cut.
-        batch: rows that run at once; the last batch is filled up.
+        batch: rows that run at once, at most all of them; the last batch is filled up.
         advance: called with the rows of each batch that is done.
     """
     scored_before = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
-    total, scored = 0.0, 0
+    total, scored, batch = 0.0, 0, min(batch, len(rows))
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         padded = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), 0)]))

@@ -14,7 +14,6 @@ The fields of a row decide how it is scored, as lm-eval scores the task of that 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxtyping import Bool, Float
 
 from qrot.errors import InputError, located
 from qrot.evaluate.likelihood import Request, encode_pair
+from qrot.files.plain import MOST_JSON, parse_json, read_bytes, readable
 from qrot.model.params import Model
 
 Kind = Literal["continuation", "choices", "contexts"]
@@ -100,6 +100,7 @@ def read_tasks(settings: ZeroShot, model: Model) -> tuple[Task, ...]:
                     encode_pair(
                         model.tokenizer,
                         *pair,
+                        vocab_size=config.vocab_size,
                         bos=config.bos_token_id if settings.bos else None,
                         prefix=config.prefix_token_id,
                     )
@@ -116,20 +117,14 @@ def task_file(settings: ZeroShot, task: str) -> Path:
 
 def read_rows(file: Path) -> tuple[Kind, list[dict[str, Any]], str]:
     """Kind, rows and digest of a JSONL file; raises InputError with the line that is damaged."""
-    try:
-        content = file.read_bytes()
-        text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file}: cannot be read as a task ({reason})") from error
+    content = read_bytes(file, MOST_JSON)
+    with readable(file):
+        text = content.decode("utf-8-sig")
     rows, kinds = [], []
     # Not splitlines: a string in JSON may hold a U+2028.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         with located(f"{file}, line {number}"):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"not JSON ({error})") from error
+            row = parse_json(line)
             kinds.append(_kind(row))
             if kinds[-1] != kinds[0]:
                 raise InputError("the fields of another task than those of line 1")

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from qrot.errors import InputError
+from qrot.export.beside import write_beside
+from qrot.export.config import config_json
 from qrot.export.content import Content, as_numpy
-from qrot.files import SHARD, write_tensors
-from qrot.model.config import ModelConfig
+from qrot.files.tensors import SHARD, write_tensors
 from qrot.model.io.assemble import EMBED, HEAD, MODULES, NORM
-from qrot.model.io.huggingface import ARCHITECTURES
+from qrot.model.io.config_json import BIASES
 from qrot.model.io.load import Opened
 from qrot.model.params import Layers, Linear
 
-# What comes along from the model's own folder.
-_BESIDE = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "generation_config.json",
-    "chat_template*",
-)
-# What in config.json changes where directions of the residual stream were cut off.
-_CUT = ("hidden_size", "head_dim", "rms_norm_eps")
 # From a layer (a stack of one), by its number, to tensors by name.
 LayerTensors = Callable[[int, Layers], dict[str, np.ndarray]]
 
@@ -43,7 +31,7 @@ def write_checkpoint(
     *,
     dtype: str,
     write_layer: LayerTensors | None = None,
-    config: dict[str, Any] | None = None,
+    config: Callable[[dict[str, Any]], dict[str, Any]] = lambda text: text,
     shard: int = SHARD,
     advance: Callable[[int], None] = lambda layers: None,
 ) -> None:
@@ -55,28 +43,59 @@ def write_checkpoint(
         content: the weights.
         dtype: of the tensors.
         write_layer: where layers are not plain weights.
-        config: more for config.json.
+        config: from the contents of config.json to what is written.
         shard: bytes of a file at most.
         advance: told of each layer.
+
+    Raises:
+        InputError: where a number does not fit the dtype.
     """
-    kind = jnp.dtype(dtype)
+    kind, biases = jnp.dtype(dtype), {}
     each = write_layer or (lambda i, layer: layer_tensors(i, layer, kind))
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield EMBED, as_numpy(content.embed(), kind)
         for i, layer in enumerate(content.layers()):
+            layer, own = _with_whole_biases(layer, content.config.architecture)
+            biases.update(own)
             yield from each(i, layer).items()
             advance(1)
         yield NORM, as_numpy(content.norm, kind)
         yield HEAD, as_numpy(content.head(), kind)
 
-    write_tensors(folder, tensors(), shard=shard)
-    text = {**config_json(opened), "tie_word_embeddings": False, "dtype": dtype}
-    text.pop("torch_dtype", None)
-    if content.config.hidden_size != opened.config.hidden_size:  # directions were cut off
-        text |= {key: getattr(content.config, key) for key in _CUT}
-    (folder / "config.json").write_text(json.dumps({**text, **(config or {})}, indent=2) + "\n")
-    _write_beside(folder, opened)
+    write_tensors(folder, _finite(tensors(), dtype), shard=shard)
+    text = {**config_json(opened, content.config), **biases, "dtype": dtype, "torch_dtype": dtype}
+    text = json.dumps(config(text), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    write_beside(folder, opened)
+
+
+def _finite(
+    tensors: Iterator[tuple[str, np.ndarray]], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, tensor in tensors:
+        if not np.isfinite(tensor).all():
+            raise InputError(f"{name} has numbers that {dtype} cannot hold; choose another --dtype")
+        yield name, tensor
+
+
+def _with_whole_biases(layer: Layers, architecture: str) -> tuple[Layers, dict[str, bool]]:
+    """A layer (a stack of one) whose projections have a bias all together or not at all, as
+    transformers' classes have them, and the settings that say which; a GGUF file may mix them."""
+    flags = {}
+    for key, names in BIASES[architecture].items():
+        linears = {name: layer.linear(name) for name in names}
+        flags[key] = any(linear.bias is not None for linear in linears.values())
+        if flags[key]:
+            layer = layer.replace(**{name: _with_bias(x) for name, x in linears.items()})
+    return layer, flags
+
+
+def _with_bias(linear: Linear) -> Linear:
+    if linear.bias is not None:
+        return linear
+    zeros = np.zeros((len(linear.weight), linear.weight.shape[-1]), np.float32)
+    return linear.replace(bias=jnp.asarray(zeros))
 
 
 def layer_tensors(i: int, layer: Layers, dtype: Any) -> dict[str, np.ndarray]:
@@ -98,58 +117,3 @@ def stored_dtype(opened: Opened) -> str:
     raw = opened.metadata if opened.path.is_dir() else {}
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return name if name in ("bfloat16", "float16") else "float32"
-
-
-def config_json(opened: Opened) -> dict[str, Any]:
-    """config.json of the folder that the model came from, or one made for a GGUF file."""
-    if opened.path.is_dir():
-        return dict(opened.metadata)
-    config = opened.config
-    raw = asdict(config)
-    kind = raw.pop("architecture")
-    raw |= {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "hidden_act": "silu"}
-    raw["sliding_window"] = None  # no GGUF file that qrot reads has one
-    raw["rope_scaling"] = _rope(config)
-    raw.pop("eos_token_ids")
-    return raw | _special(config)
-
-
-def _rope(config: ModelConfig) -> dict[str, Any] | None:
-    if config.rope_scaling is None:
-        return None
-    rope = asdict(config.rope_scaling)
-    kind = rope.pop("kind")
-    if kind == "linear":
-        rope = {"factor": rope["factor"]}
-    return {"rope_type": kind, **rope}
-
-
-def _special(config: ModelConfig) -> dict[str, Any]:
-    """The special ids, under Hugging Face's names: one number, or a list of several."""
-    ends = list(config.eos_token_ids)
-    return {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-    }
-
-
-def _write_beside(folder: Path, opened: Opened) -> None:
-    """Tokenizer and generation config: copied, or made from what a GGUF file says."""
-    if opened.path.is_dir():
-        for pattern in _BESIDE:
-            for file in opened.path.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
-        return
-    config = opened.config
-    (folder / "generation_config.json").write_text(json.dumps(_special(config), indent=2) + "\n")
-    if opened.tokenizer is None:
-        return
-    opened.tokenizer.save(str(folder / "tokenizer.json"))
-    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    first = {"bos_token": config.bos_token_id, "eos_token": next(iter(config.eos_token_ids), None)}
-    for key, token in first.items():
-        if token is not None:
-            about[key] = opened.tokenizer.id_to_token(token)
-    if template := opened.metadata.get("tokenizer.chat_template"):
-        about["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -172,5 +172,6 @@ def in_integers(network: Network) -> bool:
 
 
 def as_numpy(x: Any, dtype: Any) -> np.ndarray:
-    """An array on the host, cast once, in one piece."""
-    return np.ascontiguousarray(np.asarray(x).astype(dtype))
+    """An array on the host, cast once, in one piece; infinite where the dtype is too narrow."""
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(np.asarray(x).astype(dtype))

@@ -8,15 +8,18 @@ from pathlib import Path
 import qrot
 from qrot.errors import InputError
 from qrot.export import verify
+from qrot.export.beside import beside
 from qrot.export.build import build, check_plan, difference
 from qrot.export.content import Content
 from qrot.export.format import DTYPES, Format, Options, Plan, check_options
 from qrot.export.registry import FORMATS
 from qrot.export.source import Source, weight_method
-from qrot.files import whole_folder
+from qrot.files.plain import shown
+from qrot.files.whole import whole_folder
 from qrot.progress import Stages
 from qrot.records import check_name
 
+_NAMED = 20  # of the files that are not copied
 # Of perplexities, or three standard errors where the noise of float32 decides between two levels:
 # at 4 bits a change of 1e-6 in the embedding is another network, token by token.
 _TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
@@ -63,7 +66,8 @@ def export(
         content = build(source, plan, options.weights, stages)
         with stages.stage(f"writing {name}", layers, seconds=0.2 * layers) as advance:
             form.write(folder, source, plan, content, advance)
-        (folder / "README.md").write_text(_readme(source, name, said))
+        readme = _readme(source, name, (*said, *_left(source, folder), *_mismatch(source)))
+        (folder / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
         proof = _verify(folder, source, form, plan, content, stages) if check else None
     return said, proof
 
@@ -90,6 +94,22 @@ def _verify(
     if not proof.relative <= allowed:
         raise InputError(f"the export computes something else, and was not kept: {proof}")
     return proof
+
+
+def _left(source: Source, folder: Path) -> list[str]:
+    """What lay beside the model's weights and is not in a folder that is a model itself."""
+    left = beside(source.opened).left if (folder / "config.json").is_file() else []
+    if not left:
+        return []
+    more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    named = ", ".join(map(shown, left[:_NAMED])) + more
+    return [f"Not copied from the folder of the model: {named}."]
+
+
+def _mismatch(source: Source) -> list[str]:
+    """That the weights are others than those that it was fitted to, where that was allowed."""
+    said = source.about.get("mismatch")
+    return [f"Made with --allow-mismatch: {said}."] if said else []
 
 
 def _readme(source: Source, name: str, said: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ import jax
 from qrot.errors import InputError
 from qrot.export.content import Change, Content, to_nearest
 from qrot.export.source import Source
-from qrot.files import SHARD
+from qrot.files.tensors import SHARD
 from qrot.model.params import Network
 from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme

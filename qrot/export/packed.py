@@ -47,12 +47,11 @@ def pack(q: Int8[np.ndarray, "out in"], bits: int) -> Int32[np.ndarray, "out wor
 
 def to_nearest(layer: Layers, online: Online, grids: LayerScheme, *, dtype: Any) -> Layers:
     """A layer (a stack of one) with its weights on the nearest levels of the scales that are
-    written, which are rounded to dtype."""
+    written, which are rounded to dtype. Raises InputError where one does not fit it."""
 
     def rounded(linear: Linear, grid: Grid) -> Linear:
         weight = jnp.asarray(linear.weight[0], jnp.float32)
-        scale = np.asarray(_scales(weight, grid))[:: grid.group or len(weight)]
-        scale = scale.astype(dtype).astype(np.float32)
+        scale = _written(np.asarray(_scales(weight, grid))[:: grid.group or len(weight)], dtype)
         low, high = grid.qmin, grid.qmax
         q = np.clip(np.rint(_split(weight, scale) / scale[:, None]), low, high)
         return _of_integers(linear, q, scale)
@@ -73,7 +72,7 @@ def on_written_scales(layer: Layers, online: Online, grids: LayerScheme, *, dtyp
     integers are those that are nearest to the weights on the new scales, too.
 
     Raises:
-        InputError: where weights are no integers times scales.
+        InputError: where weights are no integers times scales, or a scale does not fit the dtype.
     """
 
     def stored(linear: Linear, grid: Grid) -> Linear:
@@ -84,9 +83,19 @@ def on_written_scales(layer: Layers, online: Online, grids: LayerScheme, *, dtyp
             )
         scale = np.asarray(linear.scale[0], np.float32)
         q = np.rint(_split(linear.weight[0], scale) / scale[:, None])
-        return _of_integers(linear, q, scale.astype(dtype).astype(np.float32))
+        return _of_integers(linear, q, _written(scale, dtype))
 
     return _rounded(layer, grids, stored)
+
+
+def _written(scale: Float[np.ndarray, "groups out"], dtype: Any) -> Float[np.ndarray, "groups out"]:
+    """Scales with the values that they have once they are written."""
+    with np.errstate(over="ignore"):
+        written = scale.astype(dtype).astype(np.float32)
+    if not (np.isfinite(written) & (written != 0)).all():
+        kind = np.dtype(dtype).name
+        raise InputError(f"the scale of a weight is no {kind}; choose another --dtype")
+    return written
 
 
 def _rounded(layer: Layers, grids: LayerScheme, change: Callable[[Linear, Grid], Linear]) -> Layers:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from jaxtyping import Int
-from pydantic import TypeAdapter, ValidationError
 
 from qrot.calibrate.moments import Calibration
 from qrot.errors import InputError, located
 from qrot.evaluate.perplexity import spread_windows
+from qrot.files.own import strictly
+from qrot.files.plain import read_yaml, readable, short
 from qrot.model.io.load import Opened, open_model
 from qrot.model.io.tokenizer import encode
 from qrot.model.params import Network
-from qrot.quantize.keep import load_network, read_about
+from qrot.quantize.keep import is_network, load_network, read_about
 from qrot.quantize.method import WeightMethod
 from qrot.quantize.registry import WEIGHT_METHODS
 from qrot.quantize.rtn import RTN
 from qrot.records import check_name
-from qrot.rotation.store import check_digest, load_rotations
+from qrot.rotation.about import check_model, fitted_to
+from qrot.rotation.store import load_rotations, read_metadata
 from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 from qrot.text import Data, read_texts
@@ -52,58 +52,54 @@ class Source:
     about: dict[str, Any]
 
 
-def open_source(path: Path, *, model: str | None = None, row: str | None = None) -> Source:
+def open_source(
+    path: Path,
+    *,
+    model: str | None = None,
+    row: str | None = None,
+    allow_mismatch: bool = False,
+) -> Source:
     """Open a run folder, a rotation file or a kept network, and the model that it names.
 
     Args:
         path: of a run folder, whose kept network goes before its rotations, or of a file.
         model: where that model is now, if no longer under its name.
         row: of a run's results, by its name or that of its file; the kept one if None.
+        allow_mismatch: whether another model than the one that they were fitted to is taken, which
+            `about` says as `mismatch`.
 
     Raises:
         InputError: where there is nothing to export or several things, and where the model is not
             the one that they were fitted to.
     """
-    if not path.exists():
+    with readable(path):
+        there = path.exists()
+    if not there:
         raise InputError(f"{path}: there is no such run folder or file")
     kept = _kept_file(path, row)
     fitted = _rotation_file(path) if kept is None else _rotations_beside(kept)
-    network, transform, about = None, None, {}
+    about: dict[str, Any] = {}
     if fitted is not None:
-        transform, about = load_rotations(fitted)
-        about = {**_settings_of_run(fitted), **about}
+        about = {**_settings_of_run(fitted), **read_metadata(fitted)}
     if kept is not None:
-        network, own = load_network(kept)
-        about |= own
-    file = kept or fitted
-    opened = open_model(model or about["model"])
-    check_digest(Path(str(file)), about, opened.digest)
+        about |= read_about(kept)
+    file = kept or fitted or path
+    opened = open_model(model or fitted_to(file, about)[0])
+    about["mismatch"] = check_model(file, about, opened.identity, allow=allow_mismatch)
     about["file"] = str(file)
-    if network is None:
-        scheme = read(Scheme, about.get("scheme", {}), about["file"])
-    else:
-        scheme = network.scheme
-    return Source(opened, network, transform, scheme, about)
+    transform = None
+    if fitted is not None:
+        transform = load_rotations(fitted, sizes=opened.config)[0]
+    if kept is None:
+        return Source(opened, None, transform, _read(Scheme, about.get("scheme", {}), file), about)
+    network = load_network(kept, opened.config)[0]
+    return Source(opened, network, transform, network.scheme, about)
 
 
-def read(kind: type[T], settings: Any, where: object) -> T:
-    """Settings out of a file's metadata.
-
-    Args:
-        kind: a dataclass.
-        settings: plain values.
-        where: the file, for messages.
-
-    Raises:
-        InputError: where they are not of this kind.
-    """
+def _read(kind: type[T], settings: Any, where: object) -> T:
+    """Settings out of what a file says of itself; raises InputError where they are not such."""
     with located(where):
-        try:
-            return TypeAdapter(kind).validate_json(json.dumps(settings), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise InputError(f"{kind.__name__}.{key}: {first['msg']}") from error
+        return strictly(kind, settings)
 
 
 def weight_method(source: Source, asked: str | None = None) -> tuple[WeightMethod, Any]:
@@ -116,20 +112,24 @@ def weight_method(source: Source, asked: str | None = None) -> tuple[WeightMetho
     Raises:
         InputError: where there is no such method.
     """
+    file = source.about["file"]
     settings = source.about.get("weights", {"method": RTN.name})
-    if asked not in (None, settings["method"]):
+    name = settings.get("method")
+    if not isinstance(name, str):
+        raise InputError(f"{file}: names no method for the weights, but {short(name)}")
+    if asked not in (None, name):
         settings = {"method": asked}
-    check_name(settings["method"], WEIGHT_METHODS, "--weights")
-    method = WEIGHT_METHODS[settings["method"]]
-    return method, read(method.settings, settings, source.about["file"])
+    check_name(name := settings["method"], WEIGHT_METHODS, "--weights")
+    return WEIGHT_METHODS[name], _read(WEIGHT_METHODS[name].settings, settings, file)
 
 
 def calibration_rows(source: Source) -> Int[np.ndarray, "count length"]:
     """Windows of the text that the run calibrated on; raises InputError where it is not there."""
     about, file = source.about, source.about["file"]
-    data, windows = read(Data, about.get("data", {}), file), about.get("calibration", {})
-    calibration = read(Calibration, windows, file)
-    tokens = encode(source.opened.tokenizer, read_texts(data).calibration)
+    data = _read(Data, about.get("data", {}), file)
+    calibration = _read(Calibration, about.get("calibration", {}), file)
+    opened = source.opened
+    tokens = encode(opened.tokenizer, read_texts(data).calibration, opened.config.vocab_size)
     return spread_windows(tokens, calibration.length, calibration.windows)
 
 
@@ -138,25 +138,25 @@ def _kept_file(path: Path, row: str | None) -> Path | None:
     if path.is_file():
         if row is not None:
             raise InputError(f"--row picks one of the networks in a run folder; {path} is a file")
-        return path if _is_network(path) else None
+        return path if is_network(path) else None
     if row is None:
         return path / KEPT if (path / KEPT).is_file() else None
     found = {}
     for file in [*sorted((path / ALL_KEPT).glob("*.safetensors")), path / KEPT]:
         if file.is_file():
-            found |= {read_about(file)["row"]: file, file.stem: file}
+            found |= {_row_of(file): file, file.stem: file}
     if not found:
         raise InputError(f"{path}: kept no network of a row; run it again with keep=all")
     check_name(row, found, "--row")
     return found[row]
 
 
-def _is_network(path: Path) -> bool:
-    try:
-        read_about(path)
-    except InputError:
-        return False  # what it is instead is for the reader of rotation files to say
-    return True
+def _row_of(kept: Path) -> str:
+    """The row whose network was kept."""
+    row = read_about(kept).get("row")
+    if not row:
+        raise InputError(f"{kept}: names no row")
+    return row
 
 
 def _rotation_file(source: Path) -> Path:
@@ -172,11 +172,11 @@ def _rotation_file(source: Path) -> Path:
 
 def _rotations_beside(kept: Path) -> Path | None:
     """The rotation file of the row whose network was kept; None where there is none."""
-    row = read_about(kept)["row"]
+    row = _row_of(kept)
     for folder in (kept.parent, kept.parent.parent):
-        files = folder / FITTED, folder / f"{row}.safetensors", *folder.glob(f"seed*/{FITTED}")
-        for file in files:
-            if file.is_file() and load_rotations(file)[1].get("row") == row:
+        named = (file for file in folder.glob("*.safetensors") if file.stem == row)
+        for file in (folder / FITTED, *named, *sorted(folder.glob(f"seed*/{FITTED}"))):
+            if file.is_file() and read_metadata(file).get("row") == row:
                 return file
     return None
 
@@ -188,16 +188,26 @@ def _settings_of_run(fitted: Path) -> dict[str, Any]:
     method were a section of the config.
     """
     for file in _configs(fitted):
-        try:
-            config = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"{file}: cannot be read ({error})") from error
-        method = config.get("weight_method", RTN.name)
-        section = config.get(method.partition("_")[0], {})  # quip_sharp shared quip's
-        told = {"weights": {"method": method, **section}}
-        known = ("data", "calibration", "mixed", "weights")
-        return told | {key: config[key] for key in known if config.get(key) is not None}
+        settings = read_yaml(file)
+        with located(file):
+            config = _mapping(settings, "it")
+            method = config.get("weight_method") or RTN.name
+            if not isinstance(method, str):
+                raise InputError(f"weight_method must be a name, not {short(method)}")
+            key = method.partition("_")[0]  # quip_sharp shared quip's
+            told = {"weights": {"method": method, **_mapping(config.get(key), key)}}
+            for key in ("data", "calibration", "mixed", "weights"):
+                if config.get(key) is not None:
+                    told[key] = _mapping(config[key], key)
+            return told
     return {}
+
+
+def _mapping(settings: Any, name: str) -> dict[str, Any]:
+    """A section of a configuration, {} for null; raises InputError where it is none."""
+    if settings is not None and not isinstance(settings, dict):
+        raise InputError(f"{name} must be a section of keys with values, not {short(settings)}")
+    return settings or {}
 
 
 def _configs(fitted: Path) -> Iterator[Path]:

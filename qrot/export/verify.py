@@ -68,7 +68,7 @@ def windows_of(opened: Opened, windows: Windows = WINDOWS) -> Int[np.ndarray, "c
     """Windows of the text that ships with Python. Raises InputError without a tokenizer."""
     if opened.tokenizer is None:
         raise InputError("--verify: this model came without a tokenizer that qrot can read")
-    tokens = encode(opened.tokenizer, read_texts(Data()).evaluation)
+    tokens = encode(opened.tokenizer, read_texts(Data()).evaluation, opened.config.vocab_size)
     length = min(windows.length, opened.config.max_position_embeddings)
     return cut_windows(tokens, replace(windows, length=length))
 

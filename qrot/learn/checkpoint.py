@@ -109,15 +109,16 @@ class Checkpoints:
             like: makes a state of the same structure and shapes.
 
         Raises:
-            InputError: where it belongs to something else.
+            InputError: where it belongs to something else, or is damaged.
         """
-        if (latest := self._checkpointer.latest) is None:
-            return None
-        about = self._checkpointer.metadata(latest.step).custom_metadata
+        with _readable(self._folder):
+            if (latest := self._checkpointer.latest) is None:
+                return None
+            about = self._checkpointer.metadata(latest.step).custom_metadata
         if not isinstance(about, Mapping) or _KEY not in about:
             raise InputError(
-                f"{self._folder}: these checkpoints are of an older qrot; remove the folder to "
-                "learn anew"
+                f"{self._folder}: these checkpoints are of an older qrot, or damaged; remove the "
+                "folder to learn anew"
             )
         if about[_KEY] != self._key:
             raise InputError(
@@ -125,11 +126,24 @@ class Checkpoints:
                 "or model; remove the folder to learn anew"
             )
         start = like()
-        saved = self._checkpointer.load(latest.step, _plain(start))
+        wanted = _plain(start)
+        with _readable(self._folder):
+            saved = self._checkpointer.load(latest.step, wanted)
         saved["optimiser"] = jax.tree.map(jnp.asarray, saved["optimiser"])
         for name in _TRANSFORMS:
             saved[name] = with_arrays(start.transform, jax.tree.map(jnp.asarray, saved[name]))
         return State(**saved)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn what Orbax and the stores below it raise for a damaged file into a sentence."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise InputError(
+            f"{folder}: these checkpoints are damaged; remove the folder to learn anew"
+        ) from error
 
 
 def _plain(state: State) -> dict[str, Any]:
@@ -145,9 +159,15 @@ def checkpoints(folder: Path, key: str) -> Iterator[Checkpoints]:
     Args:
         folder: of them.
         key: what they belong to, see `belonging`.
+
+    Raises:
+        InputError: where it is no folder.
     """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is no folder, and checkpoints are to go there; remove it")
     keep_one: Any = ocp.training.preservation_policies.LatestN(1)
-    with ocp.training.Checkpointer(
-        str(folder.absolute()), preservation_policy=keep_one
-    ) as checkpointer:
+    folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is not damaged
+    with _readable(folder):
+        opened = ocp.training.Checkpointer(str(folder.absolute()), preservation_policy=keep_one)
+    with opened as checkpointer:
         yield Checkpoints(checkpointer, folder, key)

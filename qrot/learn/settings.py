@@ -11,7 +11,7 @@ from qrot.grid import OFF
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.starts import STARTS
 from qrot.learn.stiefel import OPTIMISERS
-from qrot.records import check_name
+from qrot.records import check_count, check_name
 from qrot.sites import ONLINE
 
 SCHEDULES = {
@@ -118,15 +118,16 @@ class Learn:
             raise InputError(f"learn.draws: {self.start} is not drawn at random")
 
     def _check_numbers(self) -> None:
-        for name in ("learning_rate", "scale_rate", "clip_rate", "divergence"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("learning_rate", "scale_rate", "clip_rate", "divergence", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 raise InputError(f"learn.{name}: {getattr(self, name)} is not positive")
         counts = ("steps", "batch", "accumulate", "windows", "draws", "held_out", "fisher_steps")
         for name in (*counts, "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"learn.{name}: {getattr(self, name)} is not positive")
-        if self.vectors < 2:
-            raise InputError(f"learn.vectors: {self.vectors} is below 2")
+            check_count(getattr(self, name), f"learn.{name}")
+        for name in ("length", "vectors"):
+            if getattr(self, name) < 2:
+                raise InputError(f"learn.{name}: {getattr(self, name)} is below 2")
         if not 0 < self.clip_floor <= 1:
             raise InputError(f"learn.clip_floor: {self.clip_floor} is outside 0 to 1")
         if self.weight_bits is not None and not 2 <= self.weight_bits <= OFF:

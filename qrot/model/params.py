@@ -11,6 +11,7 @@ from typing import Any
 from flax import struct
 from jaxtyping import Float, Int8, Int32
 
+from qrot.identity import Identity
 from qrot.model.config import ModelConfig
 from qrot.rotation.forms import Values
 from qrot.rotation.transform import Online, Transform
@@ -129,7 +130,7 @@ class Model(struct.PyTreeNode):
         network: in full precision, with nothing online.
         tokenizer: of the package `tokenizers`, or None.
         name: as the user gave it.
-        digest: sha256 of configuration and weights, 16 hex digits.
+        identity: what tells it from others.
         note: for tables, such as "dequantised from Q4_1".
         revision: of the hub, the commit that was fetched; "" for a model from elsewhere.
     """
@@ -137,6 +138,11 @@ class Model(struct.PyTreeNode):
     network: Network
     tokenizer: Any = struct.field(pytree_node=False)
     name: str = struct.field(pytree_node=False)
-    digest: str = struct.field(pytree_node=False)
+    identity: Identity = struct.field(pytree_node=False)
     note: str = struct.field(pytree_node=False, default="")
     revision: str = struct.field(pytree_node=False, default="")
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the files of configuration and weights, 16 hex digits."""
+        return self.identity.of_files

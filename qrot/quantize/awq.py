@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from qrot.calibrate.moments import EXACT, Moments, change_layers
-from qrot.errors import InputError
 from qrot.grid import Grid, fake_quantise
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Network
@@ -31,6 +30,7 @@ from qrot.quantize.method import (
     with_weights,
 )
 from qrot.quantize.rtn import best_clip, round_weight, round_with_scale, scale_by_group
+from qrot.records import check_count
 from qrot.rotation.basis import flat_scales, over_heads
 from qrot.rotation.transform import Transform
 from qrot.sites import SITES, Site
@@ -56,8 +56,7 @@ class Awq:
     steps: int = 20
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise InputError(f"weights.steps: {self.steps} is not positive")
+        check_count(self.steps, "weights.steps", most=10_000)
 
 
 def awq(

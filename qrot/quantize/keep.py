@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int8
-from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from qrot.errors import InputError, located
-from qrot.files import write_tensor_file
-from qrot.model.config import ModelConfig
+from qrot.files.own import open_own_file, strictly
+from qrot.files.plain import short, shown
+from qrot.files.tensors import Tensor, open_tensor_file, write_tensor_file
+from qrot.model.config import ModelConfig, check_config
 from qrot.model.params import Layers, Linear, Network, Params
-from qrot.rotation.store import acting_from, acting_tensors
+from qrot.rotation.about import check_about
+from qrot.rotation.read import acting_from
+from qrot.rotation.store import acting_tensors
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import Scheme
 from qrot.sites import PROJECTIONS, SITE_OF, SITES
@@ -33,16 +35,38 @@ _ENDS = ("embed", "norm", "head")
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
 _ACTING = {kind.__name__: kind for kind in (Online, Transform)}
 _STORED = {0: "weight", 4: "int4", 8: "int8"}
-_DAMAGED = (
-    SafetensorError,
-    ValidationError,
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Of a configuration, and the same for a network and the model that it was made of. SliceGPT makes
+# hidden_size smaller.
+_SAME = (
+    "architecture",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
 )
-_CONFIG, _SCHEME = TypeAdapter(ModelConfig), TypeAdapter(Scheme)
+
+
+@dataclass(frozen=True)
+class _Acting:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    kind: Literal["Online", "Transform"]
+    forms: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Header:
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    format: str
+    config: ModelConfig
+    scheme: Scheme
+    dtypes: dict[str, str]
+    online: _Acting
+    about: dict[str, Any]
 
 
 def save_network(path: Path, network: Network, about: Mapping[str, Any]) -> None:
@@ -74,56 +98,66 @@ def save_network(path: Path, network: Network, about: Mapping[str, Any]) -> None
     write_tensor_file(path, tensors(), {key: json.dumps(value) for key, value in header.items()})
 
 
-def load_network(path: Path) -> tuple[Network, dict[str, Any]]:
+def load_network(path: Path, model: ModelConfig | None = None) -> tuple[Network, dict[str, Any]]:
     """Read what `save_network` wrote: the network, and what it was saved with.
+
+    Memory: the network, and a layer of one projection.
 
     Args:
         path: of the file.
+        model: the configuration of the model that it was made of; None not to compare its sizes.
 
     Raises:
-        InputError: where there is none, or it is damaged or not a network of qrot's.
+        InputError: where there is none, it is not a network of qrot's or one of another model, or
+            it is damaged: a tensor is missing or not known, has another shape or dtype than the
+            configuration says, or a number that is not finite.
     """
-    header = _header(path)
-    try:
-        with safe_open(path, "numpy") as file:
-            tensors = _Tensors(file)
-            params = _params(tensors, header["dtypes"])
-            acting = {name: tensors.take(name) for name in sorted(tensors.left)}
-        config, online = _CONFIG.validate_python(header["config"]), header["online"]
-        with located(path):
-            scheme = _SCHEME.validate_python(header["scheme"])
-        network = Network(
-            params,
-            acting_from(path, acting, online["forms"], _ACTING[online["kind"]]),
-            config,
-            scheme,
-        )
-        _check_shapes(network)
-    except _DAMAGED as error:
-        raise InputError(f"{path}: a damaged network file ({_reason(error)})") from error
-    return network, header["about"]
+    stored, values = open_own_file(path, "network", (FORMAT,))
+    with located(f"{path}: a damaged network file"):
+        header = strictly(_Header, values, "header")
+        check_about(header.about)
+        check_config(header.config)
+    tensors = _Tensors(stored)
+    with located(path):
+        if model is not None:
+            _check_model(header.config, model)
+        with located("a damaged network file"):
+            params = _params(tensors, header.config, header.dtypes)
+        for name in tensors.left:
+            if name.partition(".")[0] not in vars(Transform()):
+                raise InputError(f"holds {shown(name)}, which no network has")
+        arrays = {name: tensor.view() for name, tensor in tensors.left.items()}
+        kind = _ACTING[header.online.kind]
+        online = acting_from(arrays, header.online.forms, kind, header.config)
+    return Network(params, online, header.config, header.scheme), header.about
 
 
 def read_about(path: Path) -> dict[str, Any]:
     """What a network was saved with, without the network. Raises InputError as `load_network`."""
-    return _header(path)["about"]
+    about = open_own_file(path, "network", (FORMAT,))[1].get("about")
+    with located(f"{path}: a damaged network file"):
+        if not isinstance(about, dict):
+            raise InputError(f"says of itself {short(about)}")
+        check_about(about)
+    return about
 
 
-def _header(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"{path}: no such network file")
+def is_network(path: Path) -> bool:
+    """Whether a file says that it holds a network; False where it cannot be read, too."""
     try:
-        with safe_open(path, "numpy") as file:
-            header = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable network file ({_reason(error)})") from error
-    if header.get("format") != FORMAT or "about" not in header:
-        raise InputError(f"{path}: not a network file of qrot")
-    return header
+        return open_tensor_file(path)[1].get("format") == json.dumps(FORMAT)
+    except InputError:
+        return False
 
 
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _check_model(config: ModelConfig, model: ModelConfig) -> None:
+    """Raise InputError where a network has other sizes than the model that it was made of."""
+    for name in _SAME:
+        own, other = getattr(config, name), getattr(model, name)
+        if own != other:
+            raise InputError(f"has {name} {shown(str(own))}, where the model has {other}")
+    if config.hidden_size > model.hidden_size:
+        raise InputError(f"is wider than the model, which has hidden_size {model.hidden_size}")
 
 
 def _there(tensors: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -131,68 +165,120 @@ def _there(tensors: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class _Tensors:
-    """The tensors of an open file, each taken once."""
+    """The tensors of a file, each taken once."""
 
-    def __init__(self, file: Any):
-        self._file = file
-        self.left = set(file.keys())
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.left = dict(tensors)
 
-    def take(self, name: str) -> np.ndarray:
-        """Raises ValueError where there is none."""
+    def take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+        """Raises InputError where there is none, or one of another shape or dtype."""
         if name not in self.left:
-            raise ValueError(f"{name} is missing")
-        self.left.remove(name)
-        return self._file.get_tensor(name)
+            raise InputError(f"{name} is missing")
+        tensor = self.left.pop(name)
+        if tensor.shape != shape:
+            raise InputError(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
+        if tensor.dtype.name not in dtypes:
+            raise InputError(f"{name} has the dtype {tensor.dtype.name}, not {', '.join(dtypes)}")
+        if jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
+            raise InputError(f"{name} is in float64, which needs JAX_ENABLE_X64=1")
+        return tensor
 
-    def array(self, name: str) -> jax.Array:
-        return jnp.asarray(self.take(name))
+    def array(self, name: str, *shape: int) -> jax.Array:
+        """Finite numbers of any floating dtype."""
+        return jnp.asarray(_finite(name, self.take(name, shape, *_DTYPES).whole()))
 
-    def optional(self, name: str) -> jax.Array | None:
-        return self.array(name) if name in self.left else None
+    def optional(self, name: str, *shape: int) -> jax.Array | None:
+        return self.array(name, *shape) if name in self.left else None
 
 
-def _params(tensors: _Tensors, dtypes: Mapping[str, str]) -> Params:
-    linears = {name: _read_linear(tensors, f"layers.{name}", dtypes[name]) for name in PROJECTIONS}
-    layers = Layers(
-        attention_norm=tensors.array("layers.attention_norm"),
-        mlp_norm=tensors.array("layers.mlp_norm"),
-        q_norm=tensors.optional("layers.q_norm"),
-        k_norm=tensors.optional("layers.k_norm"),
-        **linears,
+def _params(tensors: _Tensors, config: ModelConfig, dtypes: Mapping[str, str]) -> Params:
+    layers, hidden, table = config.num_hidden_layers, config.hidden_size, config.vocab_size
+    sizes = {"attention_norm": hidden, "mlp_norm": hidden}
+    if config.architecture == "qwen3":
+        sizes |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    fields: dict[str, Any] = {
+        name: tensors.array(f"layers.{name}", layers, n) for name, n in sizes.items()
+    }
+    for name in PROJECTIONS:
+        fields[name] = _read_linear(tensors, name, config, dtypes)
+    return Params(
+        embed=tensors.array("embed", table, hidden),
+        layers=Layers(**fields),
+        norm=tensors.array("norm", hidden),
+        head=None if config.tie_word_embeddings else tensors.array("head", hidden, table),
     )
-    head = tensors.optional("head")
-    return Params(tensors.array("embed"), layers, tensors.array("norm"), head)
 
 
-def _read_linear(tensors: _Tensors, name: str, dtype: str) -> Linear:
-    bias, scale = tensors.optional(f"{name}.bias"), tensors.optional(f"{name}.scale")
-    if scale is None:
-        return Linear(tensors.array(f"{name}.weight"), bias)
-    widths = tensors.take(f"{name}.widths")
+def _read_linear(
+    tensors: _Tensors, projection: str, config: ModelConfig, dtypes: Mapping[str, str]
+) -> Linear:
+    name, dtype = f"layers.{projection}", dtypes.get(projection)
+    if dtype not in _DTYPES:
+        raise InputError(f"says {short(dtype)} of the dtype of {name}")
+    n, inputs, outputs = config.num_hidden_layers, *_sizes(projection, config)
+    bias = tensors.optional(f"{name}.bias", n, outputs)
+    stored = tensors.left.get(f"{name}.scale")
+    if stored is None:
+        weight = tensors.take(f"{name}.weight", (n, inputs, outputs), dtype).whole()
+        return Linear(jnp.asarray(_finite(name, weight)), bias)
+    groups = stored.shape[1] if len(stored.shape) == 3 else 1
+    if not groups or inputs % groups:
+        raise InputError(f"{name}.scale has {groups} groups of {inputs} inputs")
+    scale = tensors.array(f"{name}.scale", n, groups, outputs)
+    weight = _weight(tensors, name, np.asarray(scale), (inputs, outputs), dtype)
+    return Linear(jnp.asarray(weight), bias, scale)
+
+
+def _weight(
+    tensors: _Tensors,
+    name: str,
+    scale: Float[np.ndarray, "layers groups out"],
+    shape: tuple[int, int],
+    dtype: str,
+) -> Float[np.ndarray, "layers in out"]:
+    """The layers of a weight, each stored in the way that `widths` says."""
+    widths = tensors.take(f"{name}.widths", scale.shape[:1], "int8").whole().tolist()
+    if not {*widths} <= {*_STORED} or (4 in widths and shape[0] % 2):
+        raise InputError(f"{name}.widths are {short(widths)}")
     stacks = {
-        width: iter(tensors.take(f"{name}.{kind}"))
+        width: tensors.take(
+            f"{name}.{kind}",
+            (widths.count(width), shape[0] // (2 if width == 4 else 1), shape[1]),
+            "int8" if width else dtype,
+        )
         for width, kind in _STORED.items()
         if width in widths
     }
-    weights = []
-    for width, steps in zip(widths, np.asarray(scale), strict=True):
-        stored = next(stacks.get(width, iter(())), None)
-        if stored is None:
-            raise ValueError(f"{name} has fewer layers than it should have")
+    result = np.empty((len(widths), *shape), jnp.dtype(dtype))
+    for i, width in enumerate(widths):
+        place = widths[:i].count(width)
+        (codes,) = values = stacks[width].rows(place, place + 1)
         if width:
-            codes = _wide(stored) if width == 4 else stored
-            stored = _values(codes, steps, jnp.dtype(dtype))
-        weights.append(stored)
-    return Linear(jnp.asarray(np.stack(weights)), bias, scale)
+            codes = _wide(codes) if width == 4 else codes
+            with np.errstate(over="ignore"):  # what is too large is found as not finite
+                values = _values(codes, scale[i], result.dtype)
+        result[i] = _finite(name, values)
+    return result
 
 
-def _check_shapes(network: Network) -> None:
-    """Raise ValueError where weights are not those of the configuration."""
-    config = network.config
-    for name in PROJECTIONS:
-        shape = _linear(network, name).weight.shape
-        if shape[:-1] != (config.num_hidden_layers, SITES[SITE_OF[name]].width(config)):
-            raise ValueError(f"layers.{name} has the shape {shape}")
+def _finite(name: str, x: np.ndarray) -> np.ndarray:
+    if not np.isfinite(x).all():
+        raise InputError(f"{name} holds numbers that are not finite")
+    return x
+
+
+def _sizes(projection: str, config: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of a projection."""
+    outputs = {
+        "q": config.num_attention_heads * config.head_dim,
+        "k": config.num_key_value_heads * config.head_dim,
+        "v": config.num_key_value_heads * config.head_dim,
+        "o": config.hidden_size,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+        "down": config.hidden_size,
+    }
+    return SITES[SITE_OF[projection]].width(config), outputs[projection]
 
 
 def _linear(network: Network, name: str) -> Linear:

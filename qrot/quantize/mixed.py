@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from qrot.errors import InputError
 from qrot.grid import OFF, Grid
 from qrot.model.params import Params
+from qrot.records import check_count
 from qrot.scheme import Override, Scheme
 from qrot.sites import PROJECTIONS
 
@@ -49,8 +50,7 @@ class Mixed:
             raise InputError(
                 f"mixed.bits: {self.bits:g} is outside the choices, {choices[0]} to {choices[-1]}"
             )
-        if self.windows < 1:
-            raise InputError(f"mixed.windows: {self.windows} is not positive")
+        check_count(self.windows, "mixed.windows")
 
 
 def check_scheme(scheme: Scheme) -> None:

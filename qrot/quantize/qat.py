@@ -26,10 +26,12 @@ from qrot.model.forward import embedded, forward, project, run_layers
 from qrot.model.params import Layers, Linear, Network
 from qrot.quantize.method import Advance, Rows, WeightMethod, on_symmetric_grid
 from qrot.quantize.rtn import best_clip, scale_by_group
+from qrot.records import check_count
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import LayerScheme, Scheme, segments
 from qrot.sites import PROJECTIONS
 
+_TOKENS = 10**9  # of the text at most
 AT_ONCE = 32  # windows that are generated together
 LIKELIEST = (3, 4, 5)  # tokens of a window before the first that is drawn
 
@@ -57,10 +59,11 @@ class Qat:
 
     def __post_init__(self):
         for name in ("steps", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"weights.{name}: {getattr(self, name)} is not positive")
+            check_count(getattr(self, name), f"weights.{name}")
         if self.length <= max(LIKELIEST):
             raise InputError(f"weights.length: of {self.length} tokens none would be drawn")
+        if (tokens := self.steps * self.batch * self.length) > _TOKENS:
+            raise InputError(f"weights.steps: {tokens:,} tokens to be written are too many")
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"weights.learning_rate: {self.learning_rate} is not positive")
         if self.seed < 0:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qrot.files import write_text
+from qrot.files.whole import write_text
 from qrot.report import page
 from qrot.report.bars import Bar, caption, differences, perplexity
 from qrot.report.differences import COLUMNS, NOTE, WORDS, lines

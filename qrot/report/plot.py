@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from qrot.files import whole_file
+from qrot.files.whole import whole_file
 
 INK, FAINT = "#2b2f36", "#b9bec7"
 TRAINING, HELD_OUT, ROLLED_BACK = "#9db7dd", "#1f4e9c", "#c2452d"
@@ -84,5 +84,5 @@ def _draw(axes: Axes, history: list[dict[str, Any]]) -> None:
         )
 
 
-def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _columns(points: list[tuple[int, float | int]]) -> tuple[list[int], list[float | int]]:
     return [step for step, _ in points], [loss for _, loss in points]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -57,10 +58,16 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 *other,
                 above,
                 closed,
-                f"{statistics.fmean(row['seconds'] for row in group):.0f}",
+                _seconds(group),
             )
         )
     return lines
+
+
+def _seconds(group: list[dict[str, Any]]) -> str:
+    if not all("seconds" in row for row in group):
+        return ""
+    return f"{statistics.fmean(row['seconds'] for row in group):.0f}"
 
 
 def bits(rows: list[dict[str, Any]]) -> str:
@@ -80,7 +87,7 @@ def scheme_name(row: dict[str, Any]) -> str:
     return f"W{row['weights']}A{row['activations']}{cache}"
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float | int]) -> str:
     """Mean and sample standard deviation."""
     mean = statistics.fmean(values)
     form = ",.2f" if mean < 1000 else ",.0f" if mean < 1e9 else ".2e"
@@ -142,12 +149,16 @@ def notes(results: dict[str, Any]) -> str:
             f" and {mixed['with_scales']:.3f} with their scales."
         )
     for row in results["rows"]:
+        if "mismatch" in row:
+            text += f" Made with allow_mismatch: {row['mismatch']}."
+    for row in results["rows"]:
         if is_learned(row):
             beside = [name for name in BESIDE if row.get(name)]
             parts = f", with {', '.join(beside)}" if beside else ""
+            start = f" from {row['start']}" if "start" in row else ""
             return (
                 f"{text} Learned: {row['objective'].replace('_', ' ')} with weights at "
                 f"{row['trained_weight_bits']} bits{parts}, {row['steps']} steps of "
-                f"{row['optimiser']} from {row['start']}."
+                f"{row['optimiser']}{start}."
             )
     return text

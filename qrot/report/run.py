@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qrot.errors import InputError
-from qrot.files import write_text
+from qrot.files.plain import MOST_YAML, read_bytes, readable
+from qrot.files.whole import write_text
 from qrot.learn.history import load_history
 from qrot.report import page
 from qrot.report.anatomy import anatomy_sections
@@ -16,7 +16,16 @@ from qrot.report.curves import learning
 from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
 from qrot.report.tables import by_method, is_learned
-from qrot.run.results import ANATOMY, FULL_PRECISION, METRICS, RESULTS, read_results, row_name
+from qrot.run.results import (
+    ANATOMY,
+    FULL_PRECISION,
+    METRICS,
+    RESULTS,
+    learned_file,
+    read_anatomy,
+    read_results,
+    row_name,
+)
 
 FILE = "report.html"
 PICTURE = "learning.png"
@@ -54,8 +63,10 @@ def write_report(folder: Path) -> None:
     learned = histories(folder, results)
     for history in learned:
         _plot(history, page.model_name(results["protocol"]))
-    anatomy = read_results(folder / ANATOMY)
-    settings = (folder / "config.yaml").read_text(encoding="utf-8")
+    anatomy = read_anatomy(folder / ANATOMY)
+    config = folder / "config.yaml"
+    with readable(config):
+        settings = read_bytes(config, MOST_YAML).decode()
     write_text(folder / FILE, report(results, learned, anatomy, settings))
 
 
@@ -67,22 +78,18 @@ def histories(folder: Path, results: dict[str, Any]) -> list[History]:
         results: the contents of its results.json.
 
     Raises:
-        InputError: where a metrics.jsonl is damaged.
+        InputError: where a metrics.jsonl is damaged, or a row has its files in another folder.
     """
     found = []
     for row in results["rows"]:
-        if is_learned(row) and "rotations" in row:
-            file = (folder / row["rotations"]).parent / METRICS
-            if file.exists():
-                found.append(History(row, file.parent, _lines(file)))
+        rotations = learned_file(folder, row) if is_learned(row) else None
+        if rotations is not None:
+            file = rotations.with_name(METRICS)
+            with readable(file):
+                there = file.exists()
+            if there:
+                found.append(History(row, file.parent, load_history(file)))
     return found
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        return load_history(file)
-    except ValueError as error:
-        raise InputError(f"{file}: damaged ({error})") from error
 
 
 def _plot(history: History, model: str) -> None:

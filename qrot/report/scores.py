@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from qrot.report.tables import by_method, markdown_table
 
@@ -52,7 +52,7 @@ def score_table(results: dict[str, Any]) -> Table:
     for name in COLUMNS[1:]:
         drawn.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
     for name, lines in groupby(score_cells(results), lambda line: line[0]):
-        drawn.add_row(f"[bold]{escape(name)}")
+        drawn.add_row(Text(name, style="bold"))
         for line in lines:
             drawn.add_row(f"  {line[1]}", *line[2:])
     return drawn

@@ -39,6 +39,11 @@ class Dense(struct.PyTreeNode):
         """The leading axes."""
         return self.matrix.shape[:-2]
 
+    @property
+    def size(self) -> int:
+        """How many values are turned."""
+        return self.matrix.shape[-1]
+
     def apply(self, x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
         """x R, in x's dtype."""
         return _product(x, self.matrix, "...i,ij->...j")
@@ -63,6 +68,11 @@ class Blocks(struct.PyTreeNode):
     def stack(self) -> tuple[int, ...]:
         """The leading axes."""
         return self.blocks.shape[:-3]
+
+    @property
+    def size(self) -> int:
+        """How many values are turned."""
+        return self.blocks.shape[-3] * self.blocks.shape[-1]
 
     def apply(self, x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
         """x R, in x's dtype."""
@@ -99,6 +109,11 @@ class Hadamard(struct.PyTreeNode):
         """The leading axes."""
         return self.signs.shape[:-1]
 
+    @property
+    def size(self) -> int:
+        """How many values are turned."""
+        return self.signs.shape[-1]
+
     def apply(self, x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
         """x R, in x's dtype."""
         return fwht(x * self.signs.astype(x.dtype), block=self.block)
@@ -126,6 +141,11 @@ class Kronecker(struct.PyTreeNode):
     def stack(self) -> tuple[int, ...]:
         """The leading axes."""
         return self.signs.shape[:-1]
+
+    @property
+    def size(self) -> int:
+        """How many values are turned."""
+        return self.signs.shape[-1]
 
     def apply(self, x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
         """x R, in x's dtype."""
@@ -173,7 +193,7 @@ def unrotate(x: Float[Array, "*batch n"], rotation: Rotation | None) -> Float[Ar
     return x if rotation is None else rotation.transpose(x)
 
 
-def orthogonal_parts(rotation: Rotation) -> dict[str, Float[Array, "*stack m m"]]:
+def orthogonal_parts(rotation: Rotation) -> dict[str, Float[Values, "*stack m m"]]:
     """By field the arrays of a rotation that are orthogonal matrices; signs are none."""
     return {name: getattr(rotation, name) for name in type(rotation).ORTHOGONAL}
 

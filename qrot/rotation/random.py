@@ -27,6 +27,11 @@ class RotationSites:
     key: bool | int = True
     down: bool | int = True
 
+    def __post_init__(self):
+        for name, block in vars(self).items():
+            if block is not True and block is not False and block < 1:
+                raise InputError(f"rotations.{name}: there are no blocks of {block}")
+
 
 def stream(seed: int, *names: str | int) -> np.random.Generator:
     """Random numbers of a stream of its own: what is drawn from another leaves them as they are.

@@ -8,21 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from qrot.errors import InputError
+from qrot.errors import located
+from qrot.files.own import open_own_file
+from qrot.files.tensors import write_tensor_file
 from qrot.grid import OFF
-from qrot.hadamard.factors import hadamard_factors, hadamard_matrix
-from qrot.rotation.forms import FORMS, Hadamard, Rotation, form_name
+from qrot.identity import Identity
+from qrot.rotation.about import check_about, check_model, fitted_to
+from qrot.rotation.forms import form_name
+from qrot.rotation.read import acting_from, factors_of, translated
 from qrot.rotation.transform import Online, Transform
+from qrot.sites import Sizes
 
 FORMAT = "qrot rotations 4"
 # 3: a matrix has no name of its own, and its number of axes says what it is. 2: the same without
 # the factors of Hadamard matrices.
 _OLDER = ("qrot rotations 3", "qrot rotations 2")
+_OWN = ("format", "forms", "blocks")  # of the header, beside what metadata it has
 
 
 def save_rotations(path: Path, acting: Transform | Online, metadata: Mapping[str, Any]) -> None:
@@ -40,9 +43,8 @@ def save_rotations(path: Path, acting: Transform | Online, metadata: Mapping[str
     """
     tensors, forms = acting_tensors(acting)
     header = {"format": FORMAT, "forms": forms, **metadata}
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, {key: json.dumps(value) for key, value in header.items()})
-    partial.replace(path)
+    texts = {key: json.dumps(value) for key, value in header.items()}
+    write_tensor_file(path, tensors.items(), texts)
 
 
 def acting_tensors(
@@ -58,7 +60,7 @@ def acting_tensors(
                 forms[name][part] = x
             else:
                 tensors[f"rotations.{name}.{part}"] = _float32(x)
-        for part, x in _factors(rotation).items():
+        for part, x in factors_of(rotation).items():
             tensors[f"rotations.{name}.{part}"] = x
     for tree, arrays in vars(acting).items():
         if tree != "rotations":
@@ -73,150 +75,56 @@ def _float32(x: Any) -> np.ndarray:
 def load_rotations(
     path: Path,
     *,
-    digest: str | None = None,
+    sizes: Sizes | None = None,
+    identity: Identity | None = None,
+    allow_mismatch: bool = False,
     weight_bits: int | None = None,
 ) -> tuple[Transform, dict[str, Any]]:
     """Read what `save_rotations` wrote, and its metadata.
 
     Args:
         path: of the file.
-        digest: of the model to be rotated; None not to compare it.
+        sizes: of the model to be rotated; None not to compare shapes with it, which `fuse` does.
+        identity: of the model to be rotated; None not to compare it.
+        allow_mismatch: whether another model than that is a warning only.
         weight_bits: that rotations are to have been learned for: those of the weights, or 16 where
             a method rounds them that makes up for its errors. Warns where they were learned for
             others; None not to.
 
+    Returns:
+        The transform, whose rotations are orthogonal to within float32, and what it is.
+
     Raises:
         InputError: where the file is not qrot's, is damaged, or was fitted to another model: a
-            rotation is worth nothing elsewhere.
+            rotation is worth nothing elsewhere; and where it holds what is no rotation, see
+            `qrot.rotation.read.acting_from`.
     """
-    if not path.is_file():
-        raise InputError(f"{path}: no such rotation file")
-    try:
-        with safe_open(path, "numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable rotation file ({error})") from error
-    form = metadata.pop("format", None)
-    older = form in _OLDER
-    needed = {"model", "digest", "blocks" if older else "forms"}
-    if form not in (FORMAT, *_OLDER) or not needed <= metadata.keys():
-        raise InputError(f"{path}: not a rotation file of qrot")
-    if digest is not None:
-        check_digest(path, metadata, digest)
+    tensors, header = open_own_file(path, "rotation", (FORMAT, *_OLDER))
+    metadata = _metadata(path, header)
+    if identity is not None:
+        check_model(path, metadata, identity, allow=allow_mismatch)
+    arrays, forms = {name: tensor.view() for name, tensor in tensors.items()}, header.get("forms")
+    with located(path):
+        if header["format"] in _OLDER:
+            arrays, forms = translated(arrays, header.get("blocks"))
+        transform = acting_from(arrays, forms, Transform, sizes)
     trained = metadata.get("trained_weight_bits")
     if trained is not None and weight_bits is not None:
         warn_of_weights(path, trained, weight_bits)
-    if older:
-        tensors, forms = _translated(tensors, metadata.pop("blocks"))
-    else:
-        forms = metadata.pop("forms")
-    return acting_from(path, tensors, forms, Transform), metadata
+    return transform, metadata
 
 
-def acting_from(path: Path, tensors: Mapping[str, np.ndarray], forms: Mapping[str, Any], kind: Any):
-    """The inverse of `acting_tensors`; raises InputError, with the path, where it is damaged.
-
-    Args:
-        path: of the file that the tensors come from.
-        tensors: by dotted name.
-        forms: as `acting_tensors` has them.
-        kind: `Transform` or `Online`.
-    """
-    trees: dict[str, dict[str, Any]] = {tree: {} for tree in kind.__dataclass_fields__}
-    rotations: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in tensors.items():
-        tree, _, rest = name.partition(".")
-        if tree not in trees or not rest:
-            raise InputError(f"{path}: holds {name}, which no rotation file has")
-        if tree == "rotations":
-            rotation, _, part = rest.partition(".")
-            rotations.setdefault(rotation, {})[part] = tensor
-        else:
-            trees[tree][rest] = jnp.asarray(tensor)
-    if rotations.keys() != forms.keys():
-        raise InputError(
-            f"{path}: its tensors are not those of {', '.join(forms) or 'no rotation'}"
-        )
-    for name, parts in rotations.items():
-        trees["rotations"][name] = _rotation(path, name, parts, forms[name])
-    return kind(**trees)
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The metadata of `load_rotations`, without the rotations; raises InputError likewise."""
+    return _metadata(path, open_own_file(path, "rotation", (FORMAT, *_OLDER))[1])
 
 
-def _rotation(
-    path: Path, name: str, parts: dict[str, np.ndarray], about: Mapping[str, Any]
-) -> Rotation:
-    form = FORMS.get(about.get("form", ""))
-    factors = {part: x for part, x in parts.items() if part.startswith("factor")}
-    fields = {part: jnp.asarray(x) for part, x in parts.items() if part not in factors}
-    static = {key: value for key, value in about.items() if key != "form"}
-    if form is None or {*fields, *static} != set(form.__dataclass_fields__):
-        raise InputError(f"{path}: the rotation {name} is of no form that qrot has")
-    rotation = form(**fields, **static)
-    if factors:
-        _check_factors(path, rotation, [factors[part] for part in sorted(factors)])
-    return rotation
-
-
-def _check_factors(path: Path, rotation: Rotation, theirs: list[np.ndarray]) -> None:
-    """Raise InputError where a Hadamard rotation was made with other matrices than this qrot's."""
-    ours = list(_factors(rotation).values())
-    # One vector of random numbers tells any two matrices apart, however they are factored.
-    size = int(np.prod([len(x) for x in ours]))
-    probe = np.random.default_rng(0).standard_normal(size)
-    same = size == int(np.prod([len(x) for x in theirs]))
-    if not same or not np.allclose(_product(probe, theirs), _product(probe, ours)):
-        raise InputError(f"{path}: made with other Hadamard matrices than this qrot has")
-
-
-def _factors(rotation: Rotation) -> dict[str, np.ndarray]:
-    """The +-1 factors of a Hadamard matrix by name; {} for other forms."""
-    if not isinstance(rotation, Hadamard):
-        return {}
-    orders = hadamard_factors(rotation.block or rotation.signs.shape[-1])
-    return {f"factor{i}": np.array(hadamard_matrix(n)) for i, n in enumerate(orders)}
-
-
-def _product(x: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    for factor in factors:
-        x = np.einsum("sk,st->kt", x.reshape(len(factor), -1), factor.astype(np.float64))
-    return x.ravel()
-
-
-def _translated(
-    tensors: dict[str, np.ndarray], blocks: dict[str, int | None]
-) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
-    """Tensors and forms of a file of format 2 or 3, in which a matrix's number of axes says what it
-    is: a whole one has two beside those of layers, blocks three, one for each kv head an axis more
-    before the blocks."""
-    layer_axes = {"residual": 0, "value": 1, "key": 1, "down": 1}
-    found, forms = {}, {}
-    for name, x in tensors.items():
-        tree, rotation, *part = name.split(".")
-        if tree != "rotations":
-            found[name] = x
-        elif part:
-            found[name] = x
-            kronecker = f"rotations.{rotation}.left" in tensors
-            form = {"form": "kronecker" if kronecker else "hadamard"}
-            forms[rotation] = form if kronecker else {**form, "block": blocks.get(rotation)}
-        else:
-            axes = x.ndim - layer_axes.get(rotation, 0)
-            if axes == 4 and x.shape[-3] == 1:  # for each kv head a whole one
-                x, axes = x[..., 0, :, :], 2
-            form = "dense" if axes == 2 else "blocks"
-            forms[rotation] = {"form": form}
-            found[f"{name}.{'matrix' if form == 'dense' else form}"] = x
-    return found, forms
-
-
-def check_digest(path: Path, metadata: Mapping[str, Any], digest: str) -> None:
-    """Raise InputError where rotations were fitted to another model than the one with `digest`."""
-    if metadata["digest"] != digest:
-        raise InputError(
-            f"{path}: fitted to {metadata['model']} ({metadata['digest']}), not to this model "
-            f"({digest})"
-        )
+def _metadata(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in header.items() if key not in _OWN}
+    with located(path):
+        check_about(metadata)
+    fitted_to(path, metadata)
+    return metadata
 
 
 def warn_of_weights(path: Path, trained: int, wanted: int) -> None:

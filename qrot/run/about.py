@@ -30,8 +30,8 @@ def about(
         scheme: that it was built for; that of the run if None.
 
     Returns:
-        Model (name, digest, revision of the hub), row, method, seed, scheme and grids by layer,
-        settings of what rounds the weights, the texts, and the version of qrot.
+        Model (name, digest, fingerprint, revision of the hub), row, method, seed, scheme and grids
+        by layer, settings of what rounds the weights, the texts, and the version of qrot.
     """
     config, model = inputs.config, inputs.model
     scheme = config.scheme if scheme is None else scheme
@@ -39,6 +39,7 @@ def about(
     return {
         "model": model.name,
         "digest": model.digest,
+        "fingerprint": asdict(model.identity.fingerprint),
         **revision,
         "row": row_name(method, seed),
         "method": method,
@@ -62,7 +63,10 @@ def keep_transform(inputs: Inputs, method: str, transform: Transform) -> None:
 def kept_transform(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
     """What `keep_transform` kept for a row of results; None where the file was moved since."""
     file = _file(inputs, row["method"])
-    return load_rotations(file, digest=inputs.model.digest)[0] if file.exists() else None
+    if not file.exists():
+        return None
+    sizes, identity = inputs.network.config, inputs.model.identity
+    return load_rotations(file, sizes=sizes, identity=identity)[0]
 
 
 def _file(inputs: Inputs, method: str) -> Path:

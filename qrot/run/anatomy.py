@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from qrot.calibrate.capture import capture, capture_hidden
-from qrot.files import write_text
+from qrot.files.whole import write_text
 from qrot.model.params import Network
 from qrot.progress import forward_seconds
 from qrot.rotation.forms import Rotation, rotate

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Union
 
-import yaml
 from pydantic import Field, TypeAdapter
 
 from qrot.calibrate.moments import Calibration
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
 from qrot.evaluate.zeroshot import ZeroShot
+from qrot.files.plain import dump_yaml
 from qrot.grid import OFF
 from qrot.learn.settings import Learn
 from qrot.quantize.method import WeightMethod
@@ -19,6 +19,7 @@ from qrot.quantize.mixed import Mixed, check_scheme
 from qrot.quantize.registry import WEIGHT_METHODS
 from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
+from qrot.records import check_count
 from qrot.rotation.random import RotationSites
 from qrot.scheme import Scheme
 from qrot.text import Data
@@ -67,6 +68,8 @@ class RunConfig:
             names in `qrot.run.methods`.
         saved: a file of another run for the method `saved`: rotations, or a whole network that
             was kept (`keep`).
+        allow_mismatch: whether that file may be one that was fitted to other weights than those of
+            `model`; every row that it is in says so.
         seeds: of the random rotations.
         learn_seeds: of the learned ones, each learned on its own.
         learn: how they are learned.
@@ -102,6 +105,7 @@ class RunConfig:
     rotations: RotationSites = field(default_factory=RotationSites)
     methods: tuple[str, ...] = _METHODS
     saved: str | None = None
+    allow_mismatch: bool = False
     seeds: tuple[int, ...] = (0, 1, 2)
     learn_seeds: tuple[int, ...] = (0,)
     learn: Learn = field(default_factory=Learn)
@@ -117,6 +121,9 @@ class RunConfig:
     track: tuple[str, ...] = ()
 
     def __post_init__(self):
+        for name in ("model", "out", "saved"):
+            if getattr(self, name) == "":
+                raise InputError(f"{name}: is empty")
         for name in ("methods", "seeds", "learn_seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -126,8 +133,7 @@ class RunConfig:
         if self.mixed is not None:
             check_scheme(self.scheme)
         for name in ("batch", "other_count"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: {getattr(self, name)} is not positive")
+            check_count(getattr(self, name), name)
 
     @property
     def weight_method(self) -> WeightMethod:
@@ -159,4 +165,4 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML."""
-    return yaml.safe_dump(resolved(config), sort_keys=False)
+    return dump_yaml(resolved(config))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from qrot.errors import InputError
+from qrot.files.plain import short, shown
 from qrot.records import check_name
 
 _TAG = "method"  # the key that says which of several sections one is
+_LARGEST = 2**32 - 1  # of the integers: random numbers of larger seeds would be those of others
+_LONGEST = 4096  # characters of a text, as of a path in Linux
 
 
 def build(kind: Any, settings: Any) -> Any:
@@ -38,16 +44,58 @@ def build(kind: Any, settings: Any) -> Any:
 
 def _build(kind: Any, settings: Any) -> Any:
     # As JSON, since strict Python mode would refuse lists for tuples and mappings for dataclasses.
-    return TypeAdapter(kind).validate_json(json.dumps(settings, default=str), strict=True)
+    return _adapter(kind).validate_json(json.dumps(settings, default=str), strict=True)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def check_values(settings: Any, key: str = "") -> None:
+    """Raise InputError where a value is none that a setting can have, whatever its key.
+
+    A number is to be finite, and one that an unsigned integer of 32 bits holds, or its negative; a
+    text is to be no longer than a path, in whole characters, and without a NUL.
+
+    Args:
+        settings: plain values.
+        key: of them in dotted form, for the message.
+    """
+    where = f"{key}." if key else ""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            _check_text(name, f"{where}{shown(name)}")
+            check_values(value, f"{where}{shown(name)}")
+    elif isinstance(settings, list):
+        for i, value in enumerate(settings):
+            check_values(value, f"{where}{i}")
+    elif isinstance(settings, str):
+        _check_text(settings, key)
+    elif isinstance(settings, float) and not math.isfinite(settings):
+        raise InputError(f"{key}: {settings} is not finite")
+    elif isinstance(settings, int) and abs(settings) > _LARGEST:
+        beyond = f"above {_LARGEST:,}" if settings > 0 else f"below {-_LARGEST:,}"
+        raise InputError(f"{key}: {short(settings)} is {beyond}")
+
+
+def _check_text(text: str, key: str) -> None:
+    if len(text) > _LONGEST:
+        raise InputError(f"{key}: a text of {len(text):,} characters; {_LONGEST:,} are the most")
+    if "\0" in text:
+        raise InputError(f"{key}: a NUL in a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{key}: {short(text)} is not in UTF-8") from error
 
 
 def _blame(kind: Any, settings: dict[str, Any], path: tuple[str, ...]) -> None:
     """Raise what the innermost faulty section raises, with the path to it in front."""
     hints = get_type_hints(kind)
     for name, value in settings.items():
-        section = _section(hints.get(name), value)
-        if is_dataclass(section) and isinstance(value, dict):
-            _blame(section, value, (*path, name))
+        for section, inner, where in _sections(hints.get(name), value, (*path, name)):
+            _blame(section, inner, where)
     try:
         _build(kind, settings)
     except InputError as error:
@@ -55,6 +103,21 @@ def _blame(kind: Any, settings: dict[str, Any], path: tuple[str, ...]) -> None:
         raise InputError(where + str(error).removeprefix(where)) from error
     except ValidationError:
         return  # a fault of another kind beside the one that is looked for
+
+
+def _sections(
+    kind: Any, value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[Any, dict[str, Any], tuple[str, ...]]]:
+    """The sections that a value is or that are in it: dataclass, settings and path of each."""
+    kind = _section(kind, value)
+    if is_dataclass(kind) and isinstance(value, dict):
+        yield kind, value, path
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _sections(get_args(kind)[1], inner, (*path, name))
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _sections(get_args(kind)[0], inner, (*path, str(i)))
 
 
 def _sentence(kind: Any, errors: list[Any], settings: Any) -> str:
@@ -70,11 +133,14 @@ def _sentence(kind: Any, errors: list[Any], settings: Any) -> str:
             if part not in known:
                 return _unknown([*path, str(part)], known)
             kind = get_type_hints(kind)[part]
-        elif get_origin(kind) is tuple and isinstance(value, list):
-            kind = get_args(kind)[0]
+        elif get_origin(kind) is dict and isinstance(value, dict):
+            kind = get_args(kind)[1]
+        elif get_origin(kind) is tuple and isinstance(value, list) and part < len(value):
+            kinds = get_args(kind)
+            kind = kinds[0] if Ellipsis in kinds else kinds[part]
         else:
             break  # the part names a branch of a union, not a key
-        path.append(str(part))
+        path.append(shown(str(part)))
         if isinstance(value, dict) and part not in value:
             return f"{'.'.join(path)}: this key is needed"
         value = value[part]
@@ -88,8 +154,8 @@ def _wrong_value(kind: Any, key: str, value: Any) -> str:
             return f"{key}.{_TAG}: this key is needed"
         check_name(str(value[_TAG]), tags, f"{key}.{_TAG}")
     if tags:
-        return f"{key}: expected a section with the key {_TAG}, not {value!r}"
-    sentence = f"{key}: expected {_expected(kind)}, not {value!r}"
+        return f"{key}: expected a section with the key {_TAG}, not {short(value)}"
+    sentence = f"{key}: expected {_expected(kind)}, not {short(value)}".removeprefix(": ")
     names = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
     near = difflib.get_close_matches(str(value), names, 1)
     return f"{sentence}, did you mean '{near[0]}'?" if near else sentence
@@ -110,10 +176,12 @@ def _section(kind: Any, value: Any) -> Any:
 def _tag(kind: Any) -> str | None:
     """What the tag has to be for a section of this kind; None where it has none."""
     known = fields(kind) if is_dataclass(kind) else ()
-    return next((str(field.default) for field in known if field.name == _TAG), None)
+    defaults = (field.default for field in known if field.name == _TAG)
+    return next((default for default in defaults if isinstance(default, str)), None)
 
 
 def _unknown(path: list[str], known: list[str]) -> str:
+    path = [shown(part) for part in path]
     sentence = f"unknown key '{'.'.join(path)}'"
     if near := difflib.get_close_matches(path[-1], known, 1, 0.4):
         return f"{sentence}, did you mean '{'.'.join([*path[:-1], near[0]])}'?"
@@ -140,4 +208,6 @@ def _expected(kind: Any) -> str:
         return " or ".join(_expected(argument) for argument in arguments)
     if get_origin(kind) is tuple:
         return "a list"
+    if get_origin(kind) is dict:
+        return "a section"
     return f"a section with keys {', '.join(known.name for known in fields(kind))}"

@@ -8,39 +8,58 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import yaml
-
-from qrot.errors import InputError
-from qrot.files import first_difference
+from qrot.errors import InputError, located
+from qrot.files.plain import first_difference, read_yaml, readable
+from qrot.files.whole import check_writable
 from qrot.run.config import RunConfig, resolved
-from qrot.run.lock import LOCK
+from qrot.run.lock import LOCK, check_free
 from qrot.run.read import validate
 
+_DEEPEST = 256  # folders in one another
 # The same folder may be reached by another path, looked at in another way, and keep more or less.
 _ASIDE = dict.fromkeys(("out", "track", "keep"))
 
 
+def check_out(folder: Path, config: RunConfig) -> None:
+    """Raise InputError where a run cannot enter its folder, before any work: `check_folder` refuses
+    it, another run is in it, or it cannot be written. Nothing is left behind."""
+    if len(folder.parts) > _DEEPEST:
+        raise InputError(f"out: a path of {len(folder.parts)} folders in one another")
+    check_folder(folder, config)
+    with readable(folder):
+        check_free(folder)
+        there = folder.is_dir()
+    with located("out"):
+        if not there:
+            check_writable(folder, folder=True)
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"{folder}: cannot be written ({os.strerror(errno.EACCES)})")
+
+
 def check_folder(folder: Path, config: RunConfig) -> None:
     """Raise InputError where a folder cannot hold this run: another run's, or no run's at all."""
-    try:
-        text = (folder / "config.yaml").read_text()
-    except FileNotFoundError:
+    file = folder / "config.yaml"
+    with located("out"), readable(folder):
+        new, is_folder = not file.exists(), folder.is_dir()
         # A kill while config.yaml was written leaves a .partial behind.
-        if folder.is_dir() and any(_foreign(path) for path in folder.iterdir()):
-            raise InputError(
-                f"{folder}: not empty and not a run folder; choose another with out="
-            ) from None
+        foreign = new and is_folder and any(_foreign(path) for path in folder.iterdir())
+        if folder.exists() and not is_folder:
+            raise InputError(f"{folder}: cannot be a run folder ({os.strerror(errno.ENOTDIR)})")
+    if foreign:
+        raise InputError(f"{folder}: not empty and not a run folder; choose another with out=")
+    if new:
         return
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be a run folder ({error.strerror})") from error
     try:
-        old = yaml.safe_load(text)
-    except yaml.YAMLError:
-        old = None
+        old = read_yaml(file)
+        if not isinstance(old, dict):
+            raise InputError("not the settings of a run")
+    except InputError as error:
+        reason = str(error).removeprefix(f"{file}: ")
+        raise InputError(
+            f"{file} is damaged ({reason}); choose another folder with out="
+        ) from error
     with suppress(InputError):  # keys that the folder's qrot did not know have their defaults
-        old = resolved(validate(old)) if isinstance(old, dict) else None
-    if not isinstance(old, dict):
-        raise InputError(f"{folder}: config.yaml is damaged; choose another folder with out=")
+        old = resolved(validate(old))
     if key := first_difference({**old, **_ASIDE}, {**resolved(config), **_ASIDE}):
         raise InputError(
             f"{folder}: belongs to a run of another config, which differs in {key}; choose another "

@@ -56,5 +56,5 @@ def _best(file: Path, earlier: Sequence[dict[str, Any]]) -> float:
         return float("inf")
     kept = read_about(file)
     known = {(row["method"], row["seed"], row["nll"]) for row in earlier}
-    there = (kept["method"], kept["seed"], kept["nll"])
+    there = (kept.get("method"), kept.get("seed"), kept.get("nll"))
     return kept["nll"] if there in known else float("inf")

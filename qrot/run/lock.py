@@ -45,7 +45,7 @@ def entered(folder: Path) -> Iterator[None]:
 def _locked_file(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     while True:
-        with path.open("a+") as file:
+        with open(path, "a+", opener=_no_link) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -66,6 +66,11 @@ def _locked_file(folder: Path) -> Iterator[None]:
             file.flush()
             yield
             return
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open no file elsewhere, whose contents would be lost."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _is_still(descriptor: int, path: Path) -> bool:

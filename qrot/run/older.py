@@ -29,6 +29,9 @@ def translated(settings: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{key}: the section weights has its settings now; write {keys}")
         raise InputError(f"{key}: the section weights names it now; write weights.method={value}")
     method = str(older.get("weight_method", "rtn"))
-    section = older.get(_SECTIONS.get(method, ""), {})
+    name = _SECTIONS.get(method, "")
+    section = older.get(name, {})
+    if isinstance(section, dict) and "method" in section:
+        raise InputError(f"{name}.method: weight_method names the method in this form")
     weights = {"method": method, **section} if isinstance(section, dict) else section
     return {**{k: v for k, v in settings.items() if k not in older}, "weights": weights}

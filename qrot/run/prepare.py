@@ -92,9 +92,10 @@ def inspected(
     with stages.stage(f"loading {name}", seconds=7.0):
         model = _folded(load(name))
     words = read_texts(Data()).evaluation if text is None else read_text(text)
-    rows = cut_windows(encode(model.tokenizer, words), Windows(length, windows))
+    rows = cut_windows(_encode(model, words), Windows(length, windows))
     if rotations is not None:
-        return model, rows, load_rotations(rotations, digest=model.digest)[0]
+        sizes = model.network.config
+        return model, rows, load_rotations(rotations, sizes=sizes, identity=model.identity)[0]
     return model, rows, Transform(random_rotations(model.network.config, 0))
 
 
@@ -102,9 +103,13 @@ def _folded(model: Model) -> Model:
     return model.replace(network=jax.block_until_ready(fold(model.network)))
 
 
+def _encode(model: Model, text: str) -> Int[np.ndarray, " tokens"]:
+    return encode(model.tokenizer, text, model.network.config.vocab_size)
+
+
 def _windows(model: Model, texts: Texts, windows: Windows) -> Int[np.ndarray, "count length"]:
     """The windows of a text to judge by."""
-    tokens = encode(model.tokenizer, texts.evaluation)
+    tokens = _encode(model, texts.evaluation)
     return cut_windows(tokens, windows, bos_token_id=model.network.config.bos_token_id)
 
 
@@ -114,7 +119,7 @@ def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarra
     calibrates = config.calibrates or "calibration" in read
     if read == {"none"} and not calibrates and config.mixed is None:
         return np.zeros(0, np.int32)
-    tokens = encode(model.tokenizer, texts.calibration)
+    tokens = _encode(model, texts.calibration)
     if "learning" in read:
         cut_windows(tokens, Windows(config.learn.length, config.learn.held_out + 1))
     if calibrates:

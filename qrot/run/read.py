@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qrot.errors import InputError, located
+from qrot.files.plain import dump_yaml, parse_yaml, read_yaml, readable, short, shown
 from qrot.run.check import check_names
 from qrot.run.config import RunConfig, resolved
-from qrot.run.explain import build
+from qrot.run.explain import build, check_values
 from qrot.run.methods import METHODS
 from qrot.run.older import translated
 from qrot.scheme import Scheme
 
 PRESETS = Path(__file__).parent / "presets"
+_DEEPEST = 16  # sections in one another, more than there are
 
 
 def find_config(name: str) -> Path:
@@ -28,14 +28,15 @@ def find_config(name: str) -> Path:
         InputError: where it is neither.
     """
     path, preset = Path(name), PRESETS / f"{name}.yaml"
-    if path.is_file() or path.suffix:
-        return path
-    if preset.is_file():
-        return preset
+    with readable(path):
+        if path.is_file() or path.suffix:
+            return path
+        if preset.is_file():
+            return preset
     known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
     near = difflib.get_close_matches(name, known, 1, 0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"presets: {', '.join(known)}"
-    raise InputError(f"{name}: no such file and no such preset; {hint}")
+    raise InputError(f"{shown(name)}: no such file and no such preset; {hint}")
 
 
 def applied(config: RunConfig) -> str:
@@ -43,7 +44,7 @@ def applied(config: RunConfig) -> str:
     used = {METHODS[name].section for name in config.methods}
     left_out = {record.section for record in METHODS.values()} - used
     kept = {key: value for key, value in resolved(config).items() if key not in left_out}
-    return yaml.safe_dump(kept, sort_keys=False, default_flow_style=None)
+    return dump_yaml(kept, flow=None)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,25 +52,25 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: of the file.
-        overrides: settings as `key.sub=value`.
+        overrides: settings as `key.sub=value`, each put on top of those before it; one that undoes
+            another is warned of.
 
     Raises:
         InputError: in one sentence that names the key, where the file cannot be read, a key is not
             known, or a value has the wrong type or is out of range.
     """
-    try:
-        with located(path):
-            settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read ({reason})") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not YAML ({error})") from error
+    settings = read_yaml(path)
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
-        raise InputError(f"{path}: expected keys with values, not {settings!r}")
+        raise InputError(f"{path}: expected keys with values, not {short(settings)}")
+    done: dict[str, str] = {}  # overrides by their keys
     for override in overrides:
-        _put(settings, override)
+        key = _put(settings, override)
+        for earlier in done:
+            if earlier == key or earlier.startswith(f"{key}."):
+                undone = f"{shown(override)} undoes {shown(done[earlier])} before it"
+                warnings.warn(undone, stacklevel=2)
+        done[key] = override
     return validate({"out": f"runs/{path.stem}", **settings})
 
 
@@ -79,7 +80,9 @@ def validate(settings: dict[str, Any]) -> RunConfig:
     Raises:
         InputError: as `read_config` does.
     """
-    config = build(RunConfig, translated(settings))
+    settings = translated(settings)
+    check_values(settings)
+    config = build(RunConfig, settings)
     check_names(config)
     return config
 
@@ -90,40 +93,23 @@ def read_scheme(settings: Any) -> Scheme:
     Raises:
         InputError: as `read_config` does.
     """
+    check_values(settings, "scheme")
     return build(RunConfig, {"scheme": settings}).scheme
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 but for numbers such as 1e-3, which it would read as a string; no key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in found:
-                line = key.start_mark.line + 1
-                raise InputError(f"line {line}: the key '{key.value}' is there twice")
-            found.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def _put(settings: dict[str, Any], override: str) -> None:
+def _put(settings: dict[str, Any], override: str) -> str:
+    """Put an override on top of settings; returns its key."""
     dotted, equals, text = override.partition("=")
     *sections, last = dotted.split(".")
     if not equals or not all([*sections, last]):
-        raise InputError(f"'{override}': an override has the form key.sub=value")
+        raise InputError(f"'{shown(override)}': an override has the form key.sub=value")
+    if len(sections) >= _DEEPEST:
+        raise InputError(f"{shown(override)}: no key is as deep")
     for i, section in enumerate(sections):
         settings = settings.setdefault(section, {})
         if not isinstance(settings, dict):
-            raise InputError(f"{override}: {'.'.join(sections[: i + 1])} has no keys below it")
-    try:
-        with located(override):
-            settings[last] = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise InputError(f"{override}: the value is not YAML") from error
+            above = ".".join(sections[: i + 1])
+            raise InputError(f"{shown(override)}: {shown(above)} has no keys below it")
+    with located(shown(override)):
+        settings[last] = parse_yaml(text)
+    return dotted

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qrot.errors import InputError
-from qrot.files import write_text
+from qrot.files.plain import read_json, readable, short, shown
+from qrot.files.whole import write_text
+from qrot.run.contents import Anatomy, KeptScores, Results
+from qrot.run.explain import build
 
 # Files of a run folder.
 RESULTS = "results.json"  # the protocol, the environment, and a row for each method and seed
@@ -20,14 +24,28 @@ FULL_PRECISION = "full_precision"
 NO_ROTATION = "no_rotation"
 RANDOM = "random_hadamard"
 
+_LEARNED = ("objective", "steps", "trained_weight_bits")  # of a row that has an optimiser
+
 
 def row_name(method: str, seed: int | None) -> str:
     """The name of a row of results, such as "learned, seed 0"."""
     return method.replace("_", " ") + ("" if seed is None else f", seed {seed}")
 
 
+def learned_file(folder: Path, row: Mapping[str, Any]) -> Path | None:
+    """The rotation file of a row that was learned in a run folder; None where the row names none.
+
+    Raises:
+        InputError: where the row names a file elsewhere.
+    """
+    own = Path(row.get("rotations", ""))
+    if own.is_absolute() or ".." in own.parts:
+        raise InputError(f"{folder / RESULTS}: rotations: {short(str(own))} is not in the folder")
+    return folder / own if own.name else None
+
+
 def read_results(path: Path) -> dict[str, Any] | None:
-    """The contents of results.json or another file like it.
+    """The contents of results.json.
 
     Args:
         path: of the file.
@@ -36,14 +54,70 @@ def read_results(path: Path) -> dict[str, Any] | None:
         What is in it; None where there is no file.
 
     Raises:
-        InputError: where it is damaged.
+        InputError: with file and key, where it is damaged.
     """
+    found = _read(path, Results)
+    if found is not None:
+        try:
+            _check_rows(found)
+        except InputError as error:
+            raise _damaged(path, error) from error
+    return found
+
+
+def _read(path: Path, kind: type) -> dict[str, Any] | None:
+    """A JSON file whose contents are of this kind; None where there is none."""
+    with readable(path):
+        if not path.exists():
+            return None
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise InputError(f"{path}: damaged ({error}); delete it to measure again") from error
+        found = read_json(path)
+        build(kind, found)
+    except InputError as error:
+        raise _damaged(path, error) from error
+    return found
+
+
+def _damaged(path: Path, error: InputError) -> InputError:
+    reason = str(error).removeprefix(f"{path}: ")
+    return InputError(f"{path}: damaged ({reason}); delete it to measure again")
+
+
+def _check_rows(results: dict[str, Any]) -> None:
+    """Raise InputError where a row lacks what goes with something else that is there."""
+    rows, tasks = results["rows"], results.get("zeroshot", {}).get("tasks", {})
+    other = "other_text" in results["protocol"] or any("other_nll" in row for row in rows)
+    other = other or any("other_perplexity" in row for row in rows)
+    for i, row in enumerate(rows):
+        needed = list(_LEARNED) if "optimiser" in row else []
+        needed += ["other_nll", "other_perplexity"] if other else []
+        needed += ["weight_method"] if "weight_seconds" in row else []
+        _check_keys(row, needed, f"rows.{i}")
+        for name, task in tasks.items():
+            scores = row.get("zeroshot", {}).get(name, {})
+            _check_keys(scores, _scores(task["kind"]), f"rows.{i}.zeroshot.{shown(name)}")
+
+
+def _check_keys(section: dict[str, Any], needed: Sequence[str], where: str) -> None:
+    for key in needed:
+        if key not in section or (section[key] is None and not key.endswith("_stderr")):
+            raise InputError(f"{where}.{key}: this key is needed")
+
+
+def _scores(kind: str) -> list[str]:
+    """The scores that a task of this kind has, each with its error."""
+    names = ("acc", *{"choices": ("acc_norm",), "continuation": ("perplexity",)}.get(kind, ()))
+    return [name + end for name in names for end in ("", "_stderr")]
+
+
+def read_anatomy(path: Path) -> dict[str, Any] | None:
+    """The contents of anatomy.json; as `read_results`."""
+    return _read(path, Anatomy)
+
+
+def read_scores(path: Path) -> dict[str, Any] | None:
+    """The scores that `qrot.run.zeroshot` keeps while a row is judged; as `read_results`."""
+    return _read(path, KeptScores)
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,18 +23,19 @@ from rich.console import Console
 
 import qrot
 from qrot.errors import InputError
-from qrot.files import first_difference, write_text
+from qrot.files.plain import first_difference, short, shown
+from qrot.files.whole import write_text
 from qrot.progress import Stages
 from qrot.run.about import row_name
 from qrot.run.anatomy import keep_anatomy
 from qrot.run.build import build
 from qrot.run.check import check_names
 from qrot.run.config import RunConfig, resolved, to_yaml
-from qrot.run.folder import check_folder, writing
+from qrot.run.folder import check_folder, check_out, writing
 from qrot.run.inputs import Inputs
 from qrot.run.judge import judge
 from qrot.run.kept import keep_network
-from qrot.run.lock import check_free, entered
+from qrot.run.lock import entered
 from qrot.run.methods import METHODS
 from qrot.run.prepare import prepare
 from qrot.run.results import RESULTS, read_results, write_results
@@ -42,7 +45,9 @@ from qrot.run.zeroshot import FILE, zeroshot_protocol
 _STREAMS = (0, 2)  # the version since which each site draws from a stream of its own
 
 
-def run(config: RunConfig, console: Console) -> dict[str, Any]:
+def run(
+    config: RunConfig, console: Console, *, report: Callable[[Path], None] = lambda folder: None
+) -> dict[str, Any]:
     """Measure what the configuration asks for.
 
     A run folder that was begun with the same configuration goes on where it stopped.
@@ -50,6 +55,7 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
     Args:
         config: of the run.
         console: that progress goes to.
+        report: called with the folder once all is measured, while no other run can enter it.
 
     Returns:
         The contents of results.json.
@@ -61,15 +67,16 @@ def run(config: RunConfig, console: Console) -> dict[str, Any]:
     """
     folder = Path(config.out)
     check_names(config)
-    check_folder(folder, config)
-    check_free(folder)
+    check_out(folder, config)
     check_trackers(config.track)
     with Stages(console) as stages:
         inputs = prepare(config, folder, stages)
         trackers = tracking(config.track, folder, resolved(config))
         with writing(folder), entered(folder), trackers as track:
             check_folder(folder, config)  # who was in it meanwhile?
-            return _measure(replace(inputs, track=track))
+            results = _measure(replace(inputs, track=track))
+            report(folder)
+            return results
 
 
 def _measure(inputs: Inputs) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def _measure(inputs: Inputs) -> dict[str, Any]:
     _check_streams(folder, results, left)
     for method, seed in left:
         row = _row(inputs, method, seed, rows)
-        rows.append({**row, **_elsewhere(results["environment"])})
+        rows.append({**row, **_elsewhere(results.get("environment", {}))})
         write_results(folder / RESULTS, results)
         inputs.track(row_name(method, seed), None, row)
         (folder / FILE).unlink(missing_ok=True)  # is in the row now
@@ -92,9 +99,13 @@ def _check_streams(
     folder: Path, results: dict[str, Any], left: list[tuple[str, int | None]]
 ) -> None:
     """Raise InputError where rows would join others in which a seed is other random numbers."""
-    begun = results["environment"]["qrot"]
-    older = tuple(map(int, begun.split("."))) < _STREAMS
-    if older and any(METHODS[method].seeds for method, _ in left):
+    if not any(METHODS[method].seeds for method, _ in left):
+        return
+    begun = str(results.get("environment", {}).get("qrot"))
+    version = re.match(r"(\d{1,9})\.(\d{1,9})", begun)
+    if version is None:
+        raise InputError(f"{folder / RESULTS}: environment.qrot: {short(begun)} is no version")
+    if tuple(map(int, version.groups())) < _STREAMS:
         raise InputError(
             f"{folder}: was begun by qrot {begun}, in which a seed stood for other random numbers; "
             "choose another folder with out="
@@ -106,6 +117,23 @@ def planned(config: RunConfig) -> list[tuple[str, int | None]]:
     return [(method, seed) for method in config.methods for seed in _seeds(config, method)]
 
 
+def results_so_far(config: RunConfig) -> dict[str, Any] | None:
+    """What is in the results.json of a run; None where there is none yet.
+
+    Raises:
+        InputError: where it is damaged, or has a row that is none of the run, or one twice.
+    """
+    file = Path(config.out) / RESULTS
+    results = read_results(file)
+    left = planned(config)
+    for row in results["rows"] if results else ():
+        if (row["method"], row["seed"]) not in left:
+            name = row_name(row["method"], row["seed"])
+            raise InputError(f"{file}: {shown(name)}: is no row of this run, or is there twice")
+        left.remove((row["method"], row["seed"]))
+    return results
+
+
 def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
     key = METHODS[method].seeds
     return (None,) if key is None else getattr(config, key)
@@ -114,7 +142,7 @@ def _seeds(config: RunConfig, method: str) -> tuple[int | None, ...]:
 def _begin(inputs: Inputs) -> dict[str, Any]:
     """The results so far; none yet for a new folder, which gets its config.yaml."""
     folder, protocol, tasks = inputs.folder, _protocol(inputs), zeroshot_protocol(inputs)
-    results = read_results(folder / RESULTS)
+    results = results_so_far(inputs.config)
     if results is not None and (key := first_difference(results["protocol"], protocol)):
         raise InputError(
             f"{folder}: was measured with another {key} ({results['protocol'].get(key)}, now "

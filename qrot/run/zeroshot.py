@@ -12,7 +12,7 @@ from qrot.evaluate.likelihood import TOKENS, log_likelihoods, padded_length
 from qrot.evaluate.zeroshot import Task, scores
 from qrot.progress import forward_seconds
 from qrot.run.inputs import Inputs
-from qrot.run.results import read_results, write_results
+from qrot.run.results import read_scores, write_results
 
 FILE = "zeroshot.json"  # of the row that is being judged
 
@@ -30,8 +30,8 @@ def judge_tasks(inputs: Inputs, name: str, logits_of: Callable) -> dict[str, Any
     """
     file = inputs.folder / FILE
     about = {"row": name, "model": inputs.model.digest, "protocol": zeroshot_protocol(inputs)}
-    kept = read_results(file) or {}
-    found = kept.pop("tasks", {})
+    kept = read_scores(file) or {"tasks": {}}
+    found = kept.pop("tasks")
     if kept != about:
         found = {}
     for task in inputs.tasks:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from scipy import stats
 
 from qrot.errors import InputError, located
-from qrot.files import first_difference
+from qrot.files.plain import first_difference, read_yaml, readable, shown
 from qrot.run.older import translated
 from qrot.run.results import FULL_PRECISION, RESULTS, read_results
 
@@ -58,7 +57,7 @@ class Group:
     @property
     def nll(self) -> dict[int | None, float]:
         """Nats a token by seed; None for what has no seed."""
-        return {_seed(row): row["nll"] for row in self.rows}
+        return {_seed(row): float(row["nll"]) for row in self.rows}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
     """
     runs = []
     for folder in folders:
-        files = sorted(folder.rglob(RESULTS))
+        with readable(folder):
+            files = sorted(folder.rglob(RESULTS))
         if not files:
             raise InputError(f"{folder}: no run folder, and none in it")
         above = folder if len(folders) == 1 else folder.parent
@@ -103,7 +103,7 @@ def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
             values = [r.results["protocol"].get(key) for r in (first, run)]
             raise InputError(
                 f"{first.folder} and {run.folder} do not compare: their protocols differ in {key} "
-                f"({values[0]}, {values[1]})"
+                f"({shown(str(values[0]))}, {shown(str(values[1]))})"
             )
     return runs
 
@@ -111,8 +111,8 @@ def read_runs(folders: Sequence[Path], other: bool = False) -> list[Run]:
 def _read_run(file: Path, above: Path, other: bool) -> Run:
     """The run of a results.json, named by the way to it from the folder above."""
     results = read_results(file)
-    if not isinstance(results, dict) or not {"protocol", "rows"} <= results.keys():
-        raise InputError(f"{file}: not the results of a run")
+    if results is None:
+        raise InputError(f"{file}: is gone")
     if other:
         with located(file):
             results = on_the_other_text(results)
@@ -156,7 +156,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
         The groups, the largest loss first.
 
     Raises:
-        InputError: where a key is not known, and where two rows have the same name and seed.
+        InputError: where a key is not known, there are no rows, or two have the same name and seed.
     """
     for key in by:
         if not any(key in run.settings for run in runs):
@@ -181,6 +181,8 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
                     f"apart ({', '.join(differing(runs)) or 'their configs are equal'})"
                 )
             rows[seed] = row
+    if not found:
+        raise InputError(f"{runs[0].folder}: no row is in it yet")
     groups = [Group(name, list(rows.values())) for name, rows in found.items()]
     return sorted(groups, key=lambda group: -statistics.fmean(group.nll.values()))
 
@@ -260,10 +262,7 @@ def chosen(groups: Sequence[Group], against: str | None) -> Group:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{file}: cannot be read") from error
+    settings = read_yaml(file)
     if not isinstance(settings, dict):
         raise InputError(f"{file}: damaged")
     with located(file):

@@ -62,6 +62,8 @@ def measured_ratio(
     taken = expected = count = 0.0
     for config, results in done:
         for row in results["rows"]:
+            if "seconds" not in row:
+                continue
             taken += row["seconds"]
             expected += run_seconds(config, model, [row["method"]]) - _START
             count += 1

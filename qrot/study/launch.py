@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from rich.console import Console
 
-from qrot.errors import InputError
+from qrot.errors import InputError, located
+from qrot.files.plain import parse_yaml
 from qrot.progress import Stages
+from qrot.run.lock import entered
 from qrot.study.sweep import Combination, estimates
 
 _LOOK = 0.2  # seconds between looks at what is running
@@ -71,8 +72,8 @@ def run_sweep(
         return []
     at_once = min(len(todo), jobs or (1 if cluster is None else len(todo)))
     seconds = sum(left or 0 for left in estimates(todo)[0]) / at_once
-    study.mkdir(parents=True, exist_ok=True)
-    return launch(todo, start, at_once, seconds, console)
+    with entered(study):
+        return launch(todo, start, at_once, seconds, console)
 
 
 def launch(
@@ -115,7 +116,7 @@ def launch(
                         f"failed (code {codes[name]})" if codes[name] else f"{_now() - at:.0f} s"
                     )
                     line = f"[{done}/{len(todo)}] {name}: {state}, about {left:.0f} s left"
-                    console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    console.print(line, highlight=False, soft_wrap=True)
         finally:
             for _, started, _ in running.values():
                 started.stop()
@@ -222,7 +223,10 @@ def _parameters(options: Sequence[str]) -> dict[str, Any]:
         key, equals, text = option.partition("=")
         if not key or not equals:
             raise InputError(f"--cluster-option '{option}': an option has the form key=value")
-        found[key] = yaml.safe_load(text)
+        if key in found:
+            raise InputError(f"--cluster-option {key}: is there twice")
+        with located(f"--cluster-option {option}"):
+            found[key] = parse_yaml(text)
     if "timeout_min" not in found:
         raise InputError(
             "--cluster-option timeout_min=MINUTES is needed: the time that a run may take"

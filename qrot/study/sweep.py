@@ -15,12 +15,12 @@ from rich import box
 from rich.table import Table
 
 from qrot.errors import InputError, located
+from qrot.files.plain import readable
 from qrot.model.io.load import local_config
 from qrot.run.config import RunConfig
 from qrot.run.folder import check_folder
 from qrot.run.read import read_config
-from qrot.run.results import RESULTS, read_results
-from qrot.run.run import planned
+from qrot.run.run import planned, results_so_far
 from qrot.study.estimate import measured_ratio, millions_of, run_seconds
 
 _LONGEST = 200  # bytes of a folder's name; file systems allow 255
@@ -68,7 +68,9 @@ def read_sweep(
             run's.
     """
     study = Path(read_config(file, overrides).out)
-    if sweeps and (study / "config.yaml").exists():
+    with readable(study):
+        run_folder = (study / "config.yaml").exists()
+    if sweeps and run_folder:
         raise InputError(f"{study}: is a run folder, no study; choose another folder with out=")
     axes = [read_axis(sweep) for sweep in sweeps]
     keys = [key for key, _ in axes]
@@ -85,7 +87,8 @@ def read_sweep(
             config = read_config(file, [*overrides, *own])
         config = replace(config, out=str(study / name if sweeps else study))
         check_folder(Path(config.out), config)
-        command = run_command(file, [*overrides, *own, f"out={json.dumps(config.out)}"])
+        others = [x for x in [*overrides, *own] if not x.startswith("out=")]
+        command = run_command(file, [*others, f"out={json.dumps(config.out)}"])
         found[name] = Combination(name, swept, config, command, _left(config))
     return tuple(found.values())
 
@@ -149,7 +152,7 @@ def _plain(value: str) -> str:
 
 
 def _left(config: RunConfig) -> tuple[str, ...]:
-    results = read_results(Path(config.out) / RESULTS)
+    results = results_so_far(config)
     done = {(row["method"], row["seed"]) for row in results["rows"]} if results else set()
     return tuple(method for method, seed in planned(config) if (method, seed) not in done)
 
@@ -174,7 +177,7 @@ def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], 
         done = [
             (c.config, results)
             for c in combinations
-            if c.config.model == name and (results := read_results(Path(c.config.out) / RESULTS))
+            if c.config.model == name and (results := results_so_far(c.config))
         ]
         source = f"{millions_of(model):,.0f} million parameters at the rates of two CPU cores"
         ratio = measured_ratio(done, model)

@@ -88,13 +88,14 @@ def write(
     grids = layer_schemes(content.scheme, content.config.num_hidden_layers)
     down, dtype = content.online.rotations.get("down"), jnp.dtype(plan.dtype)
     block = None if down is None else block_order(vllm_rotation(down))
+    more = {"quantization_config": quantization_config(grids, block)}
     write_checkpoint(
         folder,
         source.opened,
         content,
         dtype=plan.dtype,
         write_layer=lambda i, layer: integer_tensors(i, layer, grids[i], dtype, block),
-        config={"quantization_config": quantization_config(grids, block)},
+        config=lambda text: {**text, **more},
         shard=plan.shard,
         advance=advance,
     )
@@ -129,11 +130,12 @@ def _lines(scheme: Scheme, options: Options) -> tuple[str, ...]:
         )
     return (
         first,
-        "**Its down_proj needs R4 at run time.** transformers does not read "
-        "`transform_config`: `AutoModelForCausalLM.from_pretrained` alone loads it, reports "
-        "R4_input.weight as unexpected, and computes something else. In PyTorch use "
+        "**Its down_proj needs R4 at run time**, and transformers does not read "
+        "`transform_config`. So the weights have a name by which "
+        "`AutoModelForCausalLM.from_pretrained` alone does not find them. In PyTorch use "
         "`qrot_torch.py` of this folder: `from qrot_torch import load; model = load(FOLDER)`. "
-        "vLLM reads `transform_config` itself (written as its source reads it; not run).",
+        "vLLM takes all *.safetensors, and reads `transform_config` itself (written as its source "
+        "reads it; not run).",
     )
 
 

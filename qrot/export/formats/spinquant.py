@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
 from qrot.errors import InputError
 from qrot.export.checkpoint import write_checkpoint
 from qrot.export.content import Content, streamed
 from qrot.export.format import Format, Options, Plan, fitted, left_out
+from qrot.export.read_spinquant import R1, R2, fixed_rotations, read_spinquant, same_as_spinquant
 from qrot.export.source import Source
 from qrot.export.verify import load_plain
+from qrot.files.torch_file import open_torch_file
 from qrot.model.config import ModelConfig
-from qrot.rotation.forms import Dense, Hadamard, check_size, reorthonormalised, rotate
-from qrot.rotation.transform import Transform
+from qrot.rotation.forms import rotate
+from qrot.rotation.transform import Transform, of_layer
 from qrot.scheme import Scheme
-from qrot.sites import ONLINE, rotation_site
+from qrot.sites import ONLINE
+
+__all__ = ["apply_spinquant", "fixed_rotations", "read_spinquant", "same_as_spinquant"]
 
 FILE = "R.bin"
-_R1, _R2 = "R1", "model.layers.{}.self_attn.R2"
-# Of R R^T - I. A matrix written in bfloat16 comes to 2e-3; one in float32 is left as it is.
-_TOLERANCE, _FLOAT32, _STEPS = 1e-2, 1e-6, 6
-_LABELS = {"key": "R3", "down": "R4"}
 
 
 def check(source: Source, options: Options) -> Plan:
@@ -54,7 +54,9 @@ def write(
     import torch
 
     tensors = spinquant_tensors(plan.transform, content.config)
-    torch.save({name: torch.from_numpy(x) for name, x in tensors.items()}, folder / FILE)
+    packed = io.BytesIO()  # torch's own writer says of a full disk what is no OSError
+    torch.save({name: torch.from_numpy(x) for name, x in tensors.items()}, packed)
+    (folder / FILE).write_bytes(packed.getbuffer())
     advance(content.config.num_hidden_layers)
 
 
@@ -68,31 +70,6 @@ def load(folder: Path, source: Source) -> Any:
 
 
 SPINQUANT = Format("spinquant", check, write, load, needs=("torch",))
-
-
-def fixed_rotations(config: ModelConfig) -> str:
-    """In words which of SpinQuant's fixed R3 and R4 are the matrices that qrot has, too.
-
-    Both are Sylvester's where the order is a power of two. Any other order is built on a smaller
-    matrix, and those differ: compared, with the code of SpinQuant's repository, for 12, 20, 28,
-    36, 40, 44, 52, 60, 108, 140, 156 and 172, which are all that it has.
-    """
-    words = [
-        f"{_LABELS[name]} of order {n} is {'the same as' if same else 'another one than'} qrot's"
-        for name, n, same in _fixed(config)
-    ]
-    return f"SpinQuant has a fixed R3 and R4: {', '.join(words)}."
-
-
-def _fixed(config: ModelConfig) -> list[tuple[str, int, bool]]:
-    """(Rotation, its order, whether SpinQuant has the same matrix) of the online ones."""
-    orders = {name: rotation_site(name).rotation_size(config) for name in ONLINE}
-    return [(name, n, n & (n - 1) == 0) for name, n in orders.items()]
-
-
-def same_as_spinquant(config: ModelConfig) -> dict[str, bool]:
-    """By name of an online rotation whether SpinQuant has the same matrix for it."""
-    return {name: same for name, _, same in _fixed(config)}
 
 
 def spinquant_tensors(
@@ -116,86 +93,16 @@ def spinquant_tensors(
             "R.bin has one R2 a layer and these rotations have one a kv head; learn them with "
             "learn.value_heads=false"
         )
-    tensors = {_R1: _matrix(transform.rotations.get("residual"), config.hidden_size)}
+    tensors = {R1: _matrix(transform.rotations.get("residual"), config.hidden_size)}
+    alone = Transform({} if value is None else {"value": value})
     for i in range(config.num_hidden_layers):
-        own = None if value is None else jax.tree.map(lambda x, i=i: x[i], value)
-        tensors[_R2.format(i)] = _matrix(own, config.head_dim)
+        own = of_layer(alone, i).rotations.get("value")
+        tensors[R2.format(i)] = _matrix(own, config.head_dim)
     return tensors
 
 
 def _matrix(rotation: Any, n: int) -> Float32[np.ndarray, "n n"]:
     return np.array(rotate(jnp.eye(n, dtype=jnp.float32), rotation))
-
-
-def read_spinquant(path: Path, config: ModelConfig, *, online: bool = True) -> Transform:
-    """Rotations out of an R.bin from anywhere.
-
-    Args:
-        path: of the file.
-        config: of the model that it was learned for.
-        online: whether to put R3 and R4 beside them, which SpinQuant does not learn: Hadamard
-            matrices without signs, which the file does not hold (see `fixed_rotations`).
-
-    Returns:
-        Rotations, orthogonal to within float32: a file in bfloat16 is brought to it in float64.
-
-    Raises:
-        InputError: where the file is no R.bin, its sizes are another model's, or a matrix is not
-            orthogonal.
-    """
-    tensors = _read(path)
-
-    def take(name: str, n: int) -> Float32[np.ndarray, "n n"]:
-        if name not in tensors:
-            raise InputError(f"{path}: has no {name}; it is no R.bin of this model")
-        matrix = tensors[name]
-        if matrix.shape != (n, n):
-            sizes = " x ".join(map(str, matrix.shape))
-            raise InputError(f"{path}: {name} is {sizes}, and this model needs {n} x {n}")
-        return _orthogonal(matrix, f"{path}: {name}").astype(np.float32)
-
-    layers = range(config.num_hidden_layers)
-    rotations: dict[str, Any] = {
-        "residual": Dense(jnp.asarray(take(_R1, config.hidden_size))),
-        "value": Dense(jnp.stack([take(_R2.format(i), config.head_dim) for i in layers])),
-    }
-    for name, n, _ in _fixed(config) if online else ():
-        rotations[name] = Hadamard(jnp.ones(n, jnp.float32))
-        check_size(rotations[name], n)  # a size without a matrix is refused here
-    return Transform(rotations)
-
-
-def _read(path: Path) -> dict[str, Float[np.ndarray, "..."]]:
-    import torch
-
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: x.detach().to(torch.float64).numpy() for name, x in loaded.items()}
-    except Exception as error:  # torch's reader, pickle and zipfile raise all kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{path}: not a file of tensors ({reason})") from error
-
-
-def _orthogonal(matrix: Float[np.ndarray, "n n"], where: str) -> Float[np.ndarray, "n n"]:
-    """The nearest orthogonal matrix to one that is to within 1e-2; raises InputError beyond."""
-    if not (first := _error(matrix)) <= _TOLERANCE:
-        raise InputError(f"{where} is not orthogonal, R R^T - I reaches {first:.1e}")
-    if first <= _FLOAT32:
-        return matrix
-    with jax.enable_x64(True):
-        rotation = Dense(jnp.asarray(matrix))
-        for _ in range(_STEPS):  # each squares the error
-            rotation = reorthonormalised(rotation)
-        refined = rotation.dense()
-    if not (last := _error(refined)) <= _FLOAT32:
-        raise InputError(f"{where} is not near an orthogonal matrix, R R^T - I stays at {last:.1e}")
-    return refined
-
-
-def _error(matrix: Float[np.ndarray, "n n"]) -> float:
-    return float(np.abs(matrix @ matrix.T - np.eye(len(matrix))).max())
 
 
 def apply_spinquant(model: Any, path: Path) -> Any:
@@ -205,8 +112,10 @@ def apply_spinquant(model: Any, path: Path) -> Any:
     """
     import torch
 
-    tensors = {name: x.double() for name, x in torch.load(path, weights_only=True).items()}
-    first, decoder = tensors[_R1], model.model
+    most = 8 * sum(x.numel() for x in model.parameters())
+    stored = open_torch_file(path, most)
+    tensors = {name: torch.from_numpy(x.whole().astype("d")) for name, x in stored.items()}
+    first, decoder = tensors[R1], model.model
     with torch.no_grad():
         head = model.lm_head.weight.double() * decoder.norm.weight.double()
         model.lm_head.weight = torch.nn.Parameter((head @ first).to(model.lm_head.weight.dtype))
@@ -214,7 +123,7 @@ def apply_spinquant(model: Any, path: Path) -> Any:
         table.data = (table.double() @ first).to(table.dtype)
         decoder.norm.weight.fill_(1)
         for i, layer in enumerate(decoder.layers):
-            _rotate_layer(layer, first, tensors[_R2.format(i)])
+            _rotate_layer(layer, first, tensors[R2.format(i)])
     return model
 
 

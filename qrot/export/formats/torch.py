@@ -11,7 +11,7 @@ from typing import Any
 from qrot.export.checkpoint import write_checkpoint
 from qrot.export.content import Content
 from qrot.export.format import Format, Options, Plan, fitted
-from qrot.export.online import MODULE, write_online, write_transform
+from qrot.export.online import MODULE, for_module_only, write_online, write_transform
 from qrot.export.source import Source
 from qrot.export.verify import load_with_module
 from qrot.scheme import Scheme
@@ -23,8 +23,8 @@ def check(source: Source, options: Options) -> Plan:
     lines = (
         f"The network at {scheme.name}: weights hold the values on their grid; activations, keys "
         "and values are rounded by hooks.",
-        "`from qrot_torch import load; model = load(FOLDER)`. Loaded without that module it is "
-        "not this network: its down_proj expects rotated inputs.",
+        "`from qrot_torch import load; model = load(FOLDER)`. Other loaders refuse it: without "
+        "that module it is not this network, as its down_proj expects rotated inputs.",
     )
     if source.transform is not None:
         lines += (
@@ -43,7 +43,13 @@ def write(
 ) -> None:
     """Write the folder; see `Format`."""
     write_checkpoint(
-        folder, source.opened, content, dtype=plan.dtype, shard=plan.shard, advance=advance
+        folder,
+        source.opened,
+        content,
+        dtype=plan.dtype,
+        config=for_module_only,
+        shard=plan.shard,
+        advance=advance,
     )
     write_online(folder, source, content.online, plan.scheme)
     write_transform(folder, source)

@@ -4,15 +4,14 @@
 is loaded already. Weights hold what can be fused; what is left is hooked in: `Site` rotates and
 rounds the inputs of the projections, and an attention function does it for keys and values.
 
-Rows are vectors, x -> x R, while PyTorch's weights are [out, in]: a reading weight becomes W R, a
-writing one R^T W.
+Rows are vectors, x -> x R, and weights [out, in]: a reading one becomes W R, a writing one R^T W.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,19 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 FORMAT = "qrot rotations 4"
-FILE = "online.safetensors"  # in an exported folder: what its weights do not hold
+# In an exported folder: what its weights do not hold, and what their files are named for it.
+FILE, VARIANT = "qrot/online.safetensors", "online"
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_CACHE = ("keys", "values")
+_SITES = ("qkv", "o", "gate_up", "down", *_CACHE)
+_ROTATIONS, _KINDS = ("residual", "value", "key", "down"), ("scales", "shifts", "clips")
+_GRID = {"bits", "kind", "granularity", "group", "clip", "threshold"}
 Parts = dict[str, Tensor]
 
 
 def hadamard_transform(x: Tensor, factors: list[Tensor], *, inverse: bool = False) -> Tensor:
-    """x H / sqrt(n) along the last axis, H being the Kronecker product of the +-1 factors.
-
-    If H is smaller than the axis it acts on each run of its size. Computed in float32 or wider;
-    one small product a factor, n times the sum of their orders.
-    """
+    """x H / sqrt(n) along the last axis, H being the Kronecker product of the +-1 factors; if it is
+    smaller than the axis, of each run of its size. In float32 or wider, one product a factor."""
     order = math.prod(len(factor) for factor in factors)
     y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, order)
     for factor in factors:
@@ -53,71 +55,62 @@ def fake_quantise(x: Tensor, grid: dict[str, Any], clip: Tensor | None = None) -
         rest = fake_quantise(torch.where(large, 0, x), {**grid, "threshold": 0}, clip)
         return torch.where(large, x, rest)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    axes: tuple[int, ...] = (-1,)
-    if grid["granularity"] == "group":
+    by, last = grid["granularity"], (-1,)
+    if by == "group":
         wide = wide.unflatten(-1, (-1, grid["group"]))
-    elif grid["granularity"] == "tensor":
-        axes = tuple(range(x.ndim))
-    elif grid["granularity"] == "token" and x.ndim == 4:
-        axes = (1, 3)
+    token = (1, 3) if x.ndim == 4 else last
+    axes = {"group": last, "head": last, "token": token, "tensor": tuple(range(x.ndim))}[by]
     # In float32 as qrot has it: 0.9 is another number in float64.
     clip = torch.tensor(grid["clip"], dtype=torch.float32) if clip is None else clip
     clip = clip.to(wide.device, wide.dtype)
+    zero: Tensor | int = 2 ** (bits - 1)
     if kind == "asymmetric":
         low = wide.amin(axes, keepdim=True).clamp(max=0) * clip
         high = wide.amax(axes, keepdim=True).clamp(min=0) * clip
         scale = (high - low) / (2**bits - 1)
         scale = torch.where(scale == 0, 1, scale)
         zero = (-low / scale).round()
-        ends = (-zero, 2**bits - 1 - zero)
     else:
-        half = 2 ** (bits - 1)
-        steps = half - 0.5 if kind == "symmetric_half" else half - 1
+        steps = {"symmetric": zero - 1, "symmetric_half": zero - 0.5}[kind]
         scale = wide.abs().amax(axes, keepdim=True) * clip / steps
         scale = torch.where(scale == 0, 1, scale)
-        ends = (torch.full_like(scale, -half), torch.full_like(scale, half - 1))
-    q = torch.clamp((wide / scale).round(), *ends)
+    q = torch.clamp((wide / scale).round(), -zero, 2**bits - 1 - zero)
     return (q * scale).reshape(x.shape).to(x.dtype)
 
 
 def _dense(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
-    matrix = parts["matrix"]
-    wide = torch.promote_types(x.dtype, matrix.dtype)
-    return (x.to(wide) @ (matrix.mT if inverse else matrix).to(wide)).to(x.dtype)
+    return x @ (parts["matrix"].mT if inverse else parts["matrix"])
 
 
 def _blocks(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
-    blocks = parts["blocks"]
-    wide = torch.promote_types(x.dtype, blocks.dtype)
-    blocks = (blocks.mT if inverse else blocks).to(wide)
-    split = x.to(wide).unflatten(-1, blocks.shape[:2])
-    return torch.einsum("...bi,bij->...bj", split, blocks).flatten(-2).to(x.dtype)
+    blocks = parts["blocks"].mT if inverse else parts["blocks"]
+    return torch.einsum("...bi,bij->...bj", x.unflatten(-1, blocks.shape[:2]), blocks).flatten(-2)
 
 
 def _hadamard(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
-    factors, signs = [parts[name] for name in parts if name in _FACTORS], parts["signs"].to(x.dtype)
+    factors, signs = [parts[name] for name in parts if name in _FACTORS], parts["signs"]
     y = hadamard_transform(x if inverse else x * signs, factors, inverse=inverse)
     return y * signs if inverse else y
 
 
 def _kronecker(parts: Parts, x: Tensor, inverse: bool) -> Tensor:
-    left, right, signs = parts["left"], parts["right"], parts["signs"].to(x.dtype)
+    left, right, signs = parts["left"], parts["right"], parts["signs"]
     left, right = (left.mT, right.mT) if inverse else (left, right)
-    wide = torch.promote_types(x.dtype, left.dtype)
-    split = (x if inverse else x * signs).to(wide).unflatten(-1, (left.shape[-1], right.shape[-1]))
-    y = (left.mT.to(wide) @ split @ right.to(wide)).flatten(-2).to(x.dtype)
+    split = (x if inverse else x * signs).unflatten(-1, (left.shape[-1], right.shape[-1]))
+    y = (left.mT @ split @ right).flatten(-2)
     return y * signs if inverse else y
 
 
-# By the name of a form: what applies it, and the part that tells its stack, with its own axes.
-_FORMS = {
-    "dense": (_dense, "matrix", 2),
-    "blocks": (_blocks, "blocks", 3),
-    "hadamard": (_hadamard, "signs", 1),
-    "kronecker": (_kronecker, "signs", 1),
-}
-_ORTHOGONAL = ("matrix", "blocks", "left", "right")
 _FACTORS = tuple(f"factor{i}" for i in range(10))  # of Hadamard matrices; no stack has them
+_ORTHOGONAL = ("matrix", "blocks", "left", "right")
+# By the name of a form: what applies it, and its parts; the first one tells its stack, having so
+# many axes of its own.
+_FORMS = {
+    "dense": (_dense, ("matrix",), 2),
+    "blocks": (_blocks, ("blocks",), 3),
+    "hadamard": (_hadamard, ("signs", *_FACTORS), 1),
+    "kronecker": (_kronecker, ("signs", "left", "right"), 1),
+}
 
 
 class Rotation(nn.Module):
@@ -127,8 +120,9 @@ class Rotation(nn.Module):
         """form: as the file has it; parts: by name, with one axis in front for kv heads or none."""
         super().__init__()
         self.form, self.names = form, list(parts)
-        self._apply_form, part, axes = _FORMS[form]
+        self._apply_form, (part, *_), axes = _FORMS[form]
         self.per_head = parts[part].ndim > axes
+        self.size = parts[part].shape[-1] * (parts[part].shape[-3] if form == "blocks" else 1)
         for name, tensor in parts.items():
             self.register_buffer(f"part_{name}", tensor, persistent=False)
 
@@ -142,14 +136,16 @@ class Rotation(nn.Module):
 
         heads: the axis of x that counts heads, for a rotation of each kv head.
         """
-        parts = self.parts
+        wide = torch.promote_types(x.dtype, self.parts[_FORMS[self.form][1][0]].dtype)
+        parts = {n: part if n in _FACTORS else part.to(wide) for n, part in self.parts.items()}
         if not self.per_head:
-            return self._apply_form(parts, x, inverse)
+            return self._apply_form(parts, x.to(wide), inverse).to(x.dtype)
         axes = {name: None if name in _FACTORS else 0 for name in parts}
         for name in set(parts) - set(_FACTORS):
             times = x.shape[heads] // len(parts[name])  # query heads that share a kv head
             parts[name] = parts[name].repeat_interleave(times, 0)
-        return torch.vmap(self._apply_form, (axes, heads, None), heads)(parts, x, inverse)
+        apply = torch.vmap(self._apply_form, (axes, heads, None), heads)
+        return apply(parts, x.to(wide), inverse).to(x.dtype)
 
     def refined(self) -> Rotation:
         """In float64, brought to orthogonality within it by one Newton-Schulz step."""
@@ -188,23 +184,48 @@ class Site(nn.Module):
 class State:
     """A rotation file: tensors by dotted name, and what its metadata say."""
 
-    def __init__(self, path: str | Path):
-        """Raises ValueError where the file is not of the format that this module reads."""
+    def __init__(self, path: str | Path, *, fused: bool):
+        """Raises ValueError where it is not of this format, or not for weights as `fused` says."""
         with safe_open(path, "pt") as file:
             self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
         if metadata.get("format") != FORMAT or "grids" not in metadata:
             raise ValueError(f"{path}: no rotation file of this format ({FORMAT}); export it again")
-        self.metadata, self.fused = metadata, bool(metadata.get("fused"))
+        if bool(metadata.get("fused")) != fused:
+            weights = "as they came" if fused else "that hold it already; use load(folder)"
+            raise ValueError(f"{path}: belongs to weights {weights}")
+        self.path, self.metadata, self.fused = path, metadata, fused
+        self.layers = metadata["grids"][-1][1]
+        for name in self._unknown():
+            raise ValueError(f"{path}: {name} is damaged, or nothing that this module knows")
 
-    def grids(self, layer: int) -> dict[str, dict[str, Any]]:
-        """The grids of one layer by site."""
-        return next(g for start, stop, g in self.metadata["grids"] if start <= layer < stop)
+    def _unknown(self) -> Iterator[str]:
+        """What this module would pass over in silence."""
+        grids, known, forms = self.metadata["grids"], set(), self.metadata["forms"]
+        for name, about in forms.items():
+            if name in _ROTATIONS[2 * self.fused :] and about.get("form") in _FORMS:
+                known |= {f"rotations.{name}.{part}" for part in _FORMS[about["form"]][1]}
+        yield from forms.keys() - {name.split(".")[1] for name in known & self.tensors.keys()}
+        stacked = {f"{kind}.{site}" for kind in _KINDS[self.fused :] for site in _SITES}
+        for name, x in self.tensors.items():
+            whole = name in known or (name in stacked and len(x) == self.layers)
+            if not whole or not x.isfinite().all():
+                yield name
+        if [start for start, *_ in grids] != [0, *(stop for _, stop, _ in grids[:-1])]:
+            yield "the order of its layers"
+        for *_, sites in grids:
+            yield from (f"the site {name}" for name in sites.keys() ^ set(_SITES))
+            yield from (f"a grid's {key}" for grid in sites.values() for key in grid.keys() - _GRID)
 
     def beside(self, kind: str, site: str, layer: int) -> Tensor | None:
         """The shift, the clip or the scales (logarithms) of one site of one layer."""
         stacked = self.tensors.get(f"{kind}.{site}")
         return None if stacked is None else stacked[layer]
+
+    def factor(self, site: str, layer: int) -> Tensor | float:
+        """The scales themselves; 1 for none."""
+        log = self.beside("scales", site, layer)
+        return 1.0 if log is None else log.double().exp()
 
     def rotation(self, name: str, layer: int) -> Rotation | None:
         """The rotation R1 `residual`, R2 `value`, R3 `key` or R4 `down` of a layer; None if off."""
@@ -212,8 +233,10 @@ class State:
             return None
         form, prefix = self.metadata["forms"][name]["form"], f"rotations.{name}."
         parts = {n[len(prefix) :]: x for n, x in self.tensors.items() if n.startswith(prefix)}
-        _, part, axes = _FORMS[form]
+        _, (part, *_), axes = _FORMS[form]
         if parts[part].ndim > axes:  # layers have one each
+            if len(parts[part]) != self.layers:
+                raise ValueError(f"{self.path}: {name} is not one a layer")
             parts = {n: x if n in _FACTORS else x[layer] for n, x in parts.items()}
         return Rotation(form, parts)
 
@@ -223,48 +246,57 @@ def load(folder: str | Path, **options: Any) -> Any:
 
     options: for transformers' `from_pretrained`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.for_model(**settings.get("rotated_model", settings))
+    options = {"config": config, "variant": VARIANT, **options}
+    state = State(Path(folder) / FILE, fused=True)
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    install(model, State(Path(folder) / FILE))
+    install(model, state)
     return model.eval()
 
 
 def apply_rotations(model: Any, path: str | Path) -> Any:
     """Rotate a loaded model in place, and hook in what acts at run time, grids included.
 
-    model: of transformers, of the weights that the rotations were fitted to: Llama, Mistral, Qwen2
-      or Qwen3. Weights are rotated in float64 and keep their dtype; they are not rounded.
+    model: of transformers, of the weights that the rotations were fitted to, which are rotated in
+      float64 and keep their dtype. Raises ValueError where the sizes do not fit.
     path: `rotations.safetensors` of a run or of `qrot export --format torch`.
-    Raises ValueError where the sizes do not fit.
     """
-    state = State(path)
-    if state.fused:
-        raise ValueError(f"{path}: belongs to weights that hold it already; use load(folder)")
-    decoder = model.model
-    layers, residual = decoder.layers, state.rotation("residual", 0)
-    covered, size = state.metadata["grids"][-1][1], None
-    if residual is not None:  # R1 is a matrix or blocks: one part
-        size = next(iter(residual.parts.values()))[..., 0].numel()
-    if covered != len(layers) or size not in (None, model.config.hidden_size):
-        raise ValueError(f"{path}: made for {covered} layers of {size}, which this model has not")
+    state = State(path, fused=False)
+    _check_fit(model, state)
+    decoder, residual = model.model, state.rotation("residual", 0)
     with torch.no_grad():
-        _untie(model)
-        head = model.lm_head.weight
-        _write(head, _rotated(_wide(head) * _wide(decoder.norm.weight), residual))
+        if model.lm_head.weight is decoder.embed_tokens.weight:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+        head, table = model.lm_head.weight, decoder.embed_tokens.weight
+        head.copy_(_rotated(head.double() * decoder.norm.weight.double(), residual))
         decoder.norm.weight.fill_(1)
-        table = decoder.embed_tokens.weight
-        _write(table, _rotated(_wide(table), residual))
-        for i, layer in enumerate(layers):
+        table.copy_(_rotated(table.double(), residual))
+        for i, layer in enumerate(decoder.layers):
             _rotate_layer(layer, i, state, residual)
     install(model, state)
     return model
 
 
+def _check_fit(model: Any, state: State) -> None:
+    config, layers = model.config, model.model.layers
+    head_dim = layers[0].self_attn.head_dim
+    sizes = config.hidden_size, head_dim, head_dim, config.intermediate_size
+    rotations = zip((state.rotation(name, 0) for name in _ROTATIONS), sizes, strict=True)
+    known = config.model_type in ARCHITECTURES and state.layers == len(layers)
+    if not known or any(rotation and rotation.size != n for rotation, n in rotations):
+        raise ValueError(f"{state.path}: made for {state.layers} layers of another model")
+
+
 def install(model: Any, state: State) -> None:
     """Hook rotations and grids into a model whose weights are rotated."""
+    _check_fit(model, state)
     for i, layer in enumerate(model.model.layers):
-        grids, attention = state.grids(i), layer.self_attn
+        attention, runs = layer.self_attn, state.metadata["grids"]
+        grids = next(sites for start, stop, sites in runs if start <= i < stop)
         rotations, sites = {"down": state.rotation("down", i)}, {}
         if grids["keys"]["bits"] < 16:  # otherwise to rotate queries and keys changes nothing
             rotations["keys"] = state.rotation("key", i)
@@ -275,31 +307,19 @@ def install(model: Any, state: State) -> None:
             sites[name] = Site(grid, rotations.get(name), shift, state.beside("clips", name, i))
         layer.qrot = nn.ModuleList(sites.values()).to(next(attention.parameters()).device)
         attention.qrot_sites = [sites["keys"], sites["values"]]  # a list: no second owner
-        layer.input_layernorm.register_forward_hook(_after(sites["qkv"]))
-        layer.post_attention_layernorm.register_forward_hook(_after(sites["gate_up"]))
-        attention.o_proj.register_forward_pre_hook(_before(sites["o"]))
-        layer.mlp.down_proj.register_forward_pre_hook(_before(sites["down"]))
-    if any(grids[name]["bits"] < 16 for *_, grids in state.metadata["grids"] for name in _CACHE):
+        norms = {"qkv": layer.input_layernorm, "gate_up": layer.post_attention_layernorm}
+        for name, norm in norms.items():
+            norm.register_forward_hook(lambda m, x, y, site=sites[name]: site(y))
+        for linear, name in ((attention.o_proj, "o"), (layer.mlp.down_proj, "down")):
+            linear.register_forward_pre_hook(lambda m, x, site=sites[name]: (site(x[0]), *x[1:]))
+    cache = [grids[name]["bits"] for *_, grids in state.metadata["grids"] for name in _CACHE]
+    if min(cache) < 16:
         _use_attention(model)
 
 
-_CACHE = ("keys", "values")
-
-
-def _after(site: Site):
-    return lambda module, arguments, output: site(output)
-
-
-def _before(site: Site):
-    return lambda module, arguments: (site(arguments[0]), *arguments[1:])
-
-
 def _use_attention(model: Any) -> None:
-    """Let keys and values pass their sites on the way into attention.
-
-    transformers' cache keeps them as they are; they are rounded when they are read, which gives the
-    same numbers, as a token's scale depends on no other token.
-    """
+    """Let keys and values pass their sites on the way from the cache into attention, which gives
+    the same numbers as rounding them before it: a token's scale depends on no other token."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -312,20 +332,6 @@ def _use_attention(model: Any) -> None:
     AttentionInterface.register("qrot", attention)
     AttentionMaskInterface.register("qrot", sdpa_mask)
     model.set_attn_implementation("qrot")
-
-
-def _untie(model: Any) -> None:
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    model.config.tie_word_embeddings = False
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.detach().double()
-
-
-def _write(parameter: Tensor, value: Tensor) -> None:
-    parameter.data.copy_(value.to(parameter.dtype))
 
 
 def _rotated(x: Tensor, rotation: Rotation | None, heads: int = 1) -> Tensor:
@@ -342,18 +348,14 @@ def _heads(x: Tensor, rotation: Rotation | None, log: Tensor | None, head_dim: i
     return heads.flatten(-2)
 
 
-def _exp(log: Tensor | None) -> Tensor | float:
-    return 1.0 if log is None else log.double().exp()
-
-
 def _to_basis(name: str, x: Tensor, state: State, layer: int, head_dim: int) -> Tensor:
     """A vector at a site in the basis in which it is rounded."""
-    log = state.beside("scales", "values" if name == "o" else name, layer)
     if name == "o":
+        log = state.beside("scales", "values", layer)
         return _heads(x, state.rotation("value", layer), log, head_dim)
     if name == "down":
-        return _rotated(x * _exp(log), state.rotation("down", layer))
-    return _rotated(x, state.rotation("residual", layer)) * _exp(log)
+        return _rotated(x * state.factor(name, layer), state.rotation("down", layer))
+    return _rotated(x, state.rotation("residual", layer)) * state.factor(name, layer)
 
 
 def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -> None:
@@ -361,39 +363,38 @@ def _rotate_layer(layer: Any, i: int, state: State, residual: Rotation | None) -
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     head_dim, value = attention.head_dim, state.rotation("value", i)
-    logs = {n: state.beside("scales", n, i) for n in ("qkv", "gate_up", "down", "keys", "values")}
-
+    keys, values = (state.beside("scales", name, i) for name in _CACHE)
     readers = ((layer.input_layernorm, (q, k, v), "qkv"),)
     readers += ((layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), "gate_up"),)
     for norm, linears, name in readers:
-        factor = _exp(logs[name])
+        factor = state.factor(name, i)
         for linear in linears:
-            weight = _wide(linear.weight) * _wide(norm.weight)
-            _write(linear.weight, _rotated(weight, residual) / factor)
-        _write(norm.weight, torch.ones_like(norm.weight).double() * factor)
+            weight = linear.weight.double() * norm.weight.double()
+            linear.weight.copy_(_rotated(weight, residual) / factor)
+        norm.weight.copy_(torch.ones_like(norm.weight).double() * factor)
 
-    _outputs(v, lambda x: _heads(x, value, logs["values"], head_dim))
-    inverse = None if logs["values"] is None else -logs["values"]
-    _write(o.weight, _heads(_wide(o.weight), value, inverse, head_dim))
-    if (keys := logs["keys"]) is not None:
+    _outputs(v, lambda x: _heads(x, value, values, head_dim))
+    inverse = None if values is None else -values
+    o.weight.copy_(_heads(o.weight.double(), value, inverse, head_dim))
+    if keys is not None:
         pairs = keys.double().exp().repeat(1, 2)  # [kv_heads or 1, head_dim]
         if hasattr(attention, "q_norm"):
-            _write(attention.q_norm.weight, _wide(attention.q_norm.weight) / pairs[0])
-            _write(attention.k_norm.weight, _wide(attention.k_norm.weight) * pairs[0])
+            attention.q_norm.weight.copy_(attention.q_norm.weight.double() / pairs[0])
+            attention.k_norm.weight.copy_(attention.k_norm.weight.double() * pairs[0])
         else:
             groups = q.weight.shape[0] // head_dim // len(pairs)
             _outputs(q, lambda x: x / pairs.repeat_interleave(groups, 0).flatten())
             _outputs(k, lambda x: x * pairs.flatten())
-    down = _exp(logs["down"])
+    down = state.factor("down", i)
     _outputs(mlp.up_proj, lambda x: x * down)
-    weight = _rotated(_wide(mlp.down_proj.weight) / down, state.rotation("down", i))
-    _write(mlp.down_proj.weight, weight)
+    weight = _rotated(mlp.down_proj.weight.double() / down, state.rotation("down", i))
+    mlp.down_proj.weight.copy_(weight)
     for linear in (o, mlp.down_proj):
         _outputs(linear, lambda x: _rotated(x, residual))
 
 
 def _outputs(linear: nn.Linear, change: Callable[[Tensor], Tensor]) -> None:
     """Change what a layer writes: rows of W^T and the bias."""
-    _write(linear.weight, change(_wide(linear.weight).T).T)
+    linear.weight.copy_(change(linear.weight.double().T).T)
     if linear.bias is not None:
-        _write(linear.bias, change(_wide(linear.bias)))
+        linear.bias.copy_(change(linear.bias.double()))

@@ -7,8 +7,7 @@ Here they are checked, transposed to [in, out], cast, and stacked into one array
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qrot.errors import InputError
+from qrot.files.plain import shown
+from qrot.files.tensors import Tensor
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Linear, Params
 from qrot.sites import PROJECTIONS
@@ -44,38 +45,31 @@ MODULES = {
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
 
 
-class Tensor(NamedTuple):
-    """A stored tensor.
-
-    Attributes:
-        shape: as stored.
-        rows: `rows(start, stop)` reads a slice of its first axis as a float array.
-    """
-
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], np.ndarray]
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """The bytes of a file, read only when they are touched; raises InputError if it is empty."""
-    with path.open("rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise InputError(f"{path} is empty.") from error
-
-
-def release(memory: mmap.mmap) -> None:
-    """Give the pages of a mapped file back, which otherwise count as memory of this process."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        memory.madvise(mmap.MADV_DONTNEED)
-
-
 class _Leaf(NamedTuple):
     names: list[str]  # one stored tensor for each layer; a single one outside the layers
     shape: tuple[int, ...]  # of each, as stored: [out, in] for a weight
     stacked: bool
     transposed: bool
+
+
+class Stored(NamedTuple):
+    """A model as its files have it, whatever their format; no tensor is read yet.
+
+    Attributes:
+        config: sizes and switches.
+        tensors: by Hugging Face's names, weights [out, in].
+        biased: the projections that have a bias.
+        metadata: of a GGUF file; config.json of a folder.
+        files: that define it.
+        note: for tables, such as "dequantised from Q4_1".
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+    biased: Collection[str]
+    metadata: dict[str, Any]
+    files: list[Path]
+    note: str = ""
 
 
 @runtime_checkable
@@ -88,24 +82,21 @@ class Reader(Protocol):
     def __call__(self, layers: range | None = None, *, ends: bool = True) -> Params: ...  # noqa: D102
 
 
-def assemble(
-    config: ModelConfig, tensors: Mapping[str, Tensor], dtype: Any, *, biased: Collection[str]
-) -> Reader:
+def assemble(stored: Stored, dtype: Any) -> Reader:
     """What stacks tensors into `Params`.
 
     Memory: the result, one stacked array of it at a time on its way to an accelerator, and a block
     of rows.
 
     Args:
-        config: sizes of the model.
-        tensors: by Hugging Face name, weights [out, in].
+        stored: the model.
         dtype: of the parameters, one of `DTYPES`.
-        biased: the projections that have a bias.
 
     Raises:
         InputError: for a missing or unexpected tensor, a wrong shape, and another dtype; when read,
             for a number that is not finite or does not fit the dtype.
     """
+    config, tensors = stored.config, stored.tensors
     dtype = _check_dtype(dtype)
     _check_heads(config)
     if config.num_hidden_layers > len(tensors):  # before all their names are made
@@ -113,7 +104,7 @@ def assemble(
             f"the configuration says {config.num_hidden_layers} layers, but the weights hold only"
             f" {len(tensors)} tensors."
         )
-    leaves = _leaves(config, biased)
+    leaves = _leaves(config, stored.biased)
     _check_tensors(config, tensors, leaves)
 
     def read(layers: range | None = None, *, ends: bool = True) -> Params:
@@ -138,9 +129,15 @@ def _check_tensors(
 ) -> None:
     expected = {name for leaf in leaves.values() for name in leaf.names}
     missing = [name for leaf in leaves.values() for name in leaf.names if name not in tensors]
+    extra = [name for name in tensors if name not in expected]
+    if missing == [HEAD] and not extra:
+        raise InputError(
+            f"the weights lack the tensor {HEAD}; if the embedding is the head, the configuration"
+            " must say so (tie_word_embeddings: true)."
+        )
     if missing:
-        raise InputError(f"the weights lack {_some(missing)}.")
-    extra = [name for name in tensors if name not in expected and not _ignorable(name, config)]
+        others = f", and hold {_some(extra)} in their place" if extra else ""
+        raise InputError(f"the weights lack {_some(missing)}{others}.")
     if extra:
         raise InputError(
             f"the weights hold {_some(extra)}, which a {config.architecture} model of this"
@@ -148,6 +145,11 @@ def _check_tensors(
         )
     for leaf in leaves.values():
         for name in leaf.names:
+            if tensors[name].dtype.name not in DTYPES:
+                raise InputError(
+                    f"{name} has dtype {tensors[name].dtype.name}; supported are"
+                    f" {', '.join(DTYPES)}."
+                )
             if tensors[name].shape != leaf.shape:
                 raise InputError(
                     f"{name} has shape {list(tensors[name].shape)}, but the configuration says"
@@ -211,12 +213,6 @@ def _leaves(config: ModelConfig, biased: Collection[str]) -> dict[str, _Leaf]:
     return leaves
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    # Old checkpoints store the rotary frequencies, which follow from the configuration, and some
-    # store a tied head once more.
-    return name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
-
-
 def _read(leaf: _Leaf, tensors: Mapping[str, Tensor], dtype: np.dtype) -> jax.Array:
     shape = leaf.shape[::-1] if leaf.transposed else leaf.shape
     array = _aligned((len(leaf.names), *shape), dtype)
@@ -253,4 +249,5 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _some(names: Iterable[str]) -> str:
     first, *others = names
-    return f"{first} and {len(others)} more tensors" if others else f"the tensor {first}"
+    named = shown(first)
+    return f"{named} and {len(others)} more tensors" if others else f"the tensor {named}"

@@ -2,319 +2,213 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from qrot.errors import InputError, located
-from qrot.model.config import ModelConfig, RopeScaling
-from qrot.model.io.assemble import Reader, Tensor, assemble, map_file, release
+from qrot.files.plain import parse_json, read_bytes, short, shown
+from qrot.files.tensors import Tensor, open_tensor_file
+from qrot.model.config import ModelConfig
+from qrot.model.io.assemble import BLOCK, EMBED, HEAD, Stored
+from qrot.model.io.config_json import HEADS, parse_config
+from qrot.model.io.settings import take_tokens
 
-ARCHITECTURES = {  # model_type -> the class that config.json names
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+_MOST_CONFIG, _MOST_INDEX = 1 << 22, 1 << 26  # bytes
+# Files that say that a folder holds more or other than a model, whatever else is there.
+_QUANTISED = "quantised: take the model that they were made of, or dequantise them first"
+_REFUSED = {
+    "adapter_config.json": "an adapter (LoRA) for another model: merge it into that model first",
+    "hf_quant_config.json": f"weights that ModelOpt {_QUANTISED}",
+    "quantize_config.json": f"weights that AutoGPTQ {_QUANTISED}",
+    "quant_config.json": f"weights that AutoAWQ {_QUANTISED}",
 }
-# What transformers assumes where config.json says nothing.
-_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-_POSITIONS = {"llama": 2048, "mistral": 4096 * 32, "qwen2": 32768, "qwen3": 32768}
-_SPECIAL = {"llama": (1, 2), "mistral": (1, 2)}  # bos, eos
-# Settings of related models that change the function; fine if absent, null, false, 0 or 1.
-_REFUSED = (
-    "quantization_config",
-    "compression_config",
-    "pretraining_tp",
-    "partial_rotary_factor",
-    "rope_interleaved",
-    "no_rope_layers",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-    "attention_multiplier",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "num_experts",
-    "num_local_experts",
-    "use_qk_norm",
-    "qk_layernorm",
+# What may be there in place of config.json or of the weights, and what to do then.
+_ELSEWHERE = (
+    ("*.gguf", "give that file itself"),
+    ("consolidated*", "convert it to Hugging Face's layout first"),
 )
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+_NO_CONFIG = (
+    *_ELSEWHERE,
+    ("snapshots/*/config.json", "give the folder of that file"),
+    ("*/config.json", "give the folder of that file"),
+)
+_NO_WEIGHTS = (
+    *_ELSEWHERE,
+    ("pytorch_model*.bin", "save the model as safetensors first"),
+    ("model*.safetensors", "rename it to model.safetensors, or its index to that of its shards"),
+    ("*.safetensors", "rename it to model.safetensors if it is the whole model"),
+)
 
 
-def open_folder(folder: Path, dtype: Any) -> tuple[ModelConfig, Reader, dict[str, Any], list[Path]]:
+def open_folder(folder: Path) -> Stored:
     """Open a folder.
 
     Args:
         folder: with config.json and safetensors files. A generation_config.json may name further
             tokens that end a text.
-        dtype: of the parameters.
-
-    Returns:
-        The configuration, what reads the parameters, the contents of config.json, and the files
-        that define the model.
 
     Raises:
         InputError: for a file that is missing or damaged and a model that qrot does not support.
     """
+    for name, meaning in _REFUSED.items():
+        if os.path.lexists(folder / name):
+            raise InputError(f"{folder / name} says that the folder holds {meaning}.")
     path, generation = folder / "config.json", folder / "generation_config.json"
-    raw = _json(path)
+    if not os.path.isfile(path):
+        raise InputError(f"{folder} has no {path.name}{_instead(folder, _NO_CONFIG)}.")
+    raw = _read(path, _MOST_CONFIG)
     with located(path):
-        config, biased = parse_config(raw)
-    if generation.is_file():
-        ends = (*config.eos_token_ids, *_tokens(_json(generation).get("eos_token_id")))
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
-    files, tensors = _open_weights(folder)
+        config, biased, head = parse_config(raw)
+        raw.pop("qrot_head", None)  # is followed here, and means nothing to others
+    if os.path.lexists(generation):
+        said = _read(generation, _MOST_CONFIG)
+        with located(generation):
+            ends = take_tokens(said, "eos_token_id", config.vocab_size)
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
+    files, stored = _open_weights(folder)
     with located(folder):
-        read = assemble(config, tensors, dtype, biased=biased)
-    return config, read, raw, [path, *files]
+        config, tensors = _choose_head(config, _rename(_parameters(stored)), head)
+    return Stored(config, tensors, biased, raw, [path, *files])
 
 
-def parse_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
-    """The configuration, and the projections with a bias, from the contents of config.json.
-
-    Raises:
-        InputError: for whatever qrot does not support, by name.
-    """
-    kind = _architecture(raw)
-    for key in _REFUSED:
-        if raw.get(key) not in (None, False, 0, 1, [], {}):
-            raise InputError(f"{key} is set to {_short(raw[key])}, which is not supported.")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise InputError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu.")
-
-    heads, layers = _integer(raw, "num_attention_heads"), _integer(raw, "num_hidden_layers")
-    hidden = _integer(raw, "hidden_size")
-    head_dim = 128 if kind == "qwen3" else hidden // heads
-    bos, eos = _SPECIAL.get(kind, (None, None))
-    positions = _integer(raw, "max_position_embeddings", _POSITIONS[kind])
-    theta, scaling = _rope(raw, positions)
-    config = ModelConfig(
-        architecture=kind,
-        hidden_size=hidden,
-        intermediate_size=_integer(raw, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        # Null means as many as there are heads; absent means the default.
-        num_key_value_heads=_integer(
-            raw,
-            "num_key_value_heads",
-            heads if "num_key_value_heads" in raw else _KV_HEADS.get(kind, heads),
-        ),
-        head_dim=_integer(raw, "head_dim", head_dim),
-        vocab_size=_integer(raw, "vocab_size"),
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=positions,
-        sliding_window=_sliding_window(raw, kind, layers),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        bos_token_id=next(iter(_tokens(raw.get("bos_token_id", bos))), None),
-        eos_token_ids=_tokens(raw.get("eos_token_id", eos)),
-    )
-    biased = ["q", "k", "v"] if kind == "qwen2" else []
-    if kind in ("llama", "qwen3") and raw.get("attention_bias"):
-        biased += ["q", "k", "v", "o"]
-    if kind == "llama" and raw.get("mlp_bias"):
-        biased += ["gate", "up", "down"]
-    return config, biased
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    kind = raw.get("model_type")
-    by_class = {name: kind for kind, name in ARCHITECTURES.items()}
-    if kind is None and len(names) == 1:
-        kind = by_class.get(names[0])
-    wrong = [name for name in names if by_class.get(name) != kind]
-    if kind not in ARCHITECTURES or wrong:
-        name = wrong[0] if wrong else kind
-        raise InputError(
-            f"the architecture {name!r} is not supported; supported are"
-            f" {', '.join(ARCHITECTURES.values())} (SmolLM and SmolLM2 are Llama)."
-        )
-    return kind
-
-
-def _rope(raw: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling | None]:
-    """theta and the scaling, in the form of transformers 5 (rope_parameters) or before it."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise InputError(f"rope_scaling must be an object, not {_short(rope)}.")
-    rope = dict(rope)
-    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    old = rope.pop("type", None)
-    kind = rope.pop("rope_type", old or "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise InputError(
-            f"rope scaling {kind!r} is not supported; supported are default, linear and llama3."
-        )
-    known = {
-        "rope_theta": None,
-        "factor": None,
-        "low_freq_factor": None,
-        "high_freq_factor": None,
-        "original_max_position_embeddings": None,
-        "partial_rotary_factor": 1,
-    }
-    for key, value in rope.items():
-        if value and known.get(key, False) not in (None, value):
-            raise InputError(f"rope scaling with {key} = {_short(value)} is not supported.")
-    if kind == "default":
-        return theta, None
-    factor = _number(rope, "factor")
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor) if factor != 1 else None
-    key = "original_max_position_embeddings"
-    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    original = _integer({**rope, **raw}, key, positions)  # transformers' order of precedence
-    return theta, RopeScaling("llama3", factor, low, high, original)
-
-
-def _sliding_window(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...] | None:
-    types = raw.get("layer_types")
-    if types is not None and (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not set(types) <= {"full_attention", "sliding_attention"}
-    ):
-        raise InputError(
-            "layer_types must name full_attention or sliding_attention for each layer, not"
-            f" {_short(types)}."
-        )
-    # Mistral has a window unless it says null.
-    window = raw.get("sliding_window", 4096 if kind in ("mistral", "qwen2", "qwen3") else None)
-    if kind in ("qwen2", "qwen3"):
-        first = raw.get("max_window_layers", 28)
-        if types is None:
-            types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        window = window if raw.get("use_sliding_window", False) else None
-    else:
-        # transformers' Llama has no window, and its Mistral the same one in every layer.
-        window = window if kind == "mistral" else None
-        same = "full_attention" if window is None else "sliding_attention"
-        if types is not None and set(types) != {same}:
-            raise InputError(f"layer_types other than {same} are not supported for {kind}.")
-        types = [same] * layers
-    if window is None or "sliding_attention" not in types:
-        return None
-    window = _integer({"sliding_window": window}, "sliding_window")
-    return tuple(window if entry == "sliding_attention" else 0 for entry in types)
-
-
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise InputError(f"{key} is missing.")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{key} must be a positive integer, not {_short(value)}.")
-    return value
-
-
-def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise InputError(f"{key} is missing.")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise InputError(f"{key} must be a positive number, not {_short(value)}.")
-    return float(value)
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    """Ids that come as one number, as a list of them, or as null."""
-    return tuple(x for x in (value if isinstance(value, list) else [value]) if type(x) is int)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"{path.parent} has no {path.name}.")
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise InputError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(result, dict):
-        raise InputError(f"{path} must hold a JSON object.")
+def _read(path: Path, most: int) -> dict[str, Any]:
+    with located(path):
+        result = parse_json(read_bytes(path, most))
+        if not isinstance(result, dict):
+            raise InputError("must hold a JSON object.")
     return result
+
+
+def _instead(folder: Path, places: Iterable[tuple[str, str]]) -> str:
+    """A clause on what a folder holds in place of what is needed; "" if nothing is known."""
+    for pattern, advice in places:
+        for found in sorted(folder.glob(pattern)):
+            return f"; it holds {shown(str(found.relative_to(folder)))}: {advice}"
+    return ""
 
 
 def _open_weights(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single], _open_safetensors(single)
-    if not index.is_file():
-        raise InputError(f"{folder} has neither {single.name} nor {index.name}.")
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-        raise InputError(f"{index} has no weight_map from tensors to files.")
-    tensors: dict[str, Tensor] = {}
-    files = [folder / name for name in sorted(set(places.values()))]
-    for file in files:
-        if not file.is_file():
-            raise InputError(f"{index} names the shard {file.name}, which is not there.")
-        shard = _open_safetensors(file)
-        absent = [name for name, place in places.items() if place == file.name if name not in shard]
-        if absent:
-            raise InputError(f"{index} places {absent[0]} in {file.name}, which lacks it.")
-        tensors |= {k: v for k, v in shard.items() if places.get(k, file.name) == file.name}
-    return files, tensors
-
-
-def _open_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, mapped. Read here because safetensors' numpy interface has no
-    bfloat16 and gives whole tensors only."""
-    memory = map_file(path)
-    length = int.from_bytes(memory[:8], "little")
-    start = 8 + length
-    if len(memory) < start:
-        raise InputError(f"{path} is truncated or not a safetensors file.")
-    try:
-        header = json.loads(memory[8:start])
-        header.pop("__metadata__", None)
-        entries = [
-            (name, entry["dtype"], tuple(map(int, entry["shape"])), *entry["data_offsets"])
-            for name, entry in header.items()
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is not a valid safetensors file.") from error
-    tensors = {}
-    for name, kind, shape, begin, end in entries:
-        if kind not in _DTYPES:
+    if not os.path.isfile(index):
+        if not os.path.isfile(single):
             raise InputError(
-                f"{path}: {name} has dtype {kind}, which is not supported; supported are"
-                f" {', '.join(_DTYPES)}."
+                f"{folder} has neither {single.name} nor {index.name}"
+                f"{_instead(folder, _NO_WEIGHTS)}."
             )
-        size = math.prod(shape) * _DTYPES[kind].itemsize
-        if min(shape, default=1) < 1 or begin < 0 or end - begin != size:
-            raise InputError(f"{path} is not a valid safetensors file: {name} has a wrong size.")
-        if start + end > len(memory):
-            raise InputError(f"{path} is truncated: {name} ends after the file.")
-        flat = np.frombuffer(memory, _DTYPES[kind], math.prod(shape), start + begin)
-        tensors[name] = _tensor(flat.reshape(shape), memory)
-    return tensors
+        return [single], open_tensor_file(single)[0]
+    places = _read(index, _MOST_INDEX).get("weight_map")
+    with located(index):
+        shards = _shards(places)
+        if os.path.isfile(single) and single.name not in shards:
+            raise InputError(
+                f"names other files than {single.name}, which is there, too: remove what is not"
+                " meant."
+            )
+        for shard in shards:
+            if not os.path.isfile(folder / shard):
+                raise InputError(f"names the shard {shown(shard)}, which is not there.")
+    tensors: dict[str, Tensor] = {}
+    owner: dict[str, str] = {}
+    for shard, names in shards.items():
+        stored = open_tensor_file(folder / shard)[0]
+        with located(index):
+            for name in names:
+                if name not in stored:
+                    raise InputError(f"places {shown(name)} in {shown(shard)}, which lacks it.")
+            for name in stored:
+                if name in owner:
+                    raise InputError(
+                        f"names {shown(owner[name])} and {shown(shard)}, which both hold"
+                        f" {shown(name)}."
+                    )
+        tensors |= stored
+        owner |= dict.fromkeys(stored, shard)
+    return [folder / shard for shard in shards], tensors
 
 
-def _tensor(array: np.ndarray, memory: Any) -> Tensor:
-    def rows(start: int, stop: int) -> np.ndarray:
-        release(memory)
-        return array[start:stop]
+def _shards(places: Any) -> dict[str, list[str]]:
+    """The tensors of each shard, by its path within the folder."""
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise InputError("has no weight_map from tensors to files.")
+    shards: dict[str, list[str]] = {}
+    for name, place in places.items():
+        path = PurePosixPath(place)
+        if path.is_absolute() or ".." in path.parts or "\\" in place or not path.name:
+            raise InputError(f"names the shard {short(place)}, which is no file of the folder.")
+        shards.setdefault(str(path), []).append(name)
+    if not shards:
+        raise InputError("has a weight_map without tensors.")
+    return dict(sorted(shards.items()))
 
-    return Tensor(array.shape, rows)
+
+def _parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the rotary frequencies that old checkpoints store, which the configuration says."""
+    return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put tensors under their usual names: without a prefix of all of them, and with "model.".
+
+    Wrappers of modules leave prefixes (_orig_mod., module., base_model.model.); a model that was
+    saved without its head lacks "model.".
+    """
+    tail = EMBED.removeprefix("model.")
+    found = [name for name in tensors if f".{name}".endswith(f".{tail}")]
+    if len(found) != 1 or found == [EMBED]:
+        return tensors
+    prefix = found[0].removesuffix(tail)
+    flat = not f".{prefix}".endswith(".model.")
+    prefix = prefix if flat else prefix.removesuffix("model.")
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(prefix):
+            raise InputError(
+                f"the embedding is stored as {shown(found[0])}, but {shown(name)} does not begin"
+                f" with {shown(prefix)}, too."
+            )
+        name = name.removeprefix(prefix)
+        result[f"model.{name}" if flat and name != HEAD else name] = tensor
+    return result
+
+
+def _choose_head(
+    config: ModelConfig, tensors: Mapping[str, Tensor], choice: str | None
+) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """Where the embedding is tied and a head is stored beside it, take the one that counts.
+
+    Some programs take the embedding then, others the head: they must be the same, or config.json
+    must say which.
+    """
+    stored, embedding = HEADS
+    if not config.tie_word_embeddings or HEAD not in tensors:
+        only = embedding if config.tie_word_embeddings else stored
+        if choice not in (only, None):
+            raise InputError(f"qrot_head is {choice}, but there is only the one that is {only}.")
+        return config, tensors
+    if choice == stored:
+        return replace(config, tie_word_embeddings=False), tensors
+    if choice != embedding and EMBED in tensors and not _equal(tensors[HEAD], tensors[EMBED]):
+        raise InputError(
+            f"tie_word_embeddings says that the embedding is the head, but a {HEAD} is stored that"
+            f" differs from {EMBED}, and programs disagree on which of them counts: write"
+            f' "qrot_head": "{stored}" or "qrot_head": "{embedding}" into config.json.'
+        )
+    return config, {name: tensor for name, tensor in tensors.items() if name != HEAD}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or len(a.shape) != 2:
+        return False
+    rows, step = a.shape[0], max(1, BLOCK // max(1, a.shape[1]))
+    blocks = ((start, min(start + step, rows)) for start in range(0, rows, step))
+    return all(
+        np.array_equal(
+            a.rows(*block).astype(np.float64), b.rows(*block).astype(np.float64), equal_nan=True
+        )
+        for block in blocks
+    )

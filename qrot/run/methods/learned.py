@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from qrot.learn.history import load_history
+from qrot.learn import history
 from qrot.learn.loop import learn
 from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import total_steps
@@ -26,7 +26,7 @@ from qrot.run.about import about
 from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Method, Prepared
-from qrot.run.results import METRICS
+from qrot.run.results import METRICS, learned_file
 
 FILE = "rotations.safetensors"
 
@@ -36,8 +36,7 @@ def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
     config = inputs.config
     folder = _folder(inputs, seed)
     folder.mkdir(exist_ok=True)
-    history = folder / METRICS
-    earlier = _seconds(history) + _seconds(folder / "start" / history.name)
+    earlier = history.seconds(folder / METRICS) + history.seconds(folder / "start" / METRICS)
     began = time.perf_counter()
     transform = _learn(inputs, name, seed, folder)
     facts = _facts(config)
@@ -109,8 +108,11 @@ def expect(config: RunConfig, model: Model) -> Transform:
 
 def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
     """What is in the file of a row; None where it was moved since."""
-    file = inputs.folder / row["rotations"]
-    return load_rotations(file, digest=inputs.model.digest)[0] if file.exists() else None
+    file = learned_file(inputs.folder, row)
+    if file is None or not file.exists():
+        return None
+    sizes, identity = inputs.network.config, inputs.model.identity
+    return load_rotations(file, sizes=sizes, identity=identity)[0]
 
 
 def seconds(config: RunConfig, millions: float) -> float:
@@ -119,13 +121,6 @@ def seconds(config: RunConfig, millions: float) -> float:
     if OBJECTIVES[settings.objective].batch == "captured":
         return 60.0  # no step goes through the network
     return 60.0 + 4 * forward_seconds(millions, settings.steps * settings.batch * settings.length)
-
-
-def _seconds(history: Path) -> float:
-    """What the steps so far took; a line that a kill cut off does not count."""
-    if not history.exists() or not history.read_text().endswith("\n"):
-        return 0.0
-    return sum(line.get("seconds", 0.0) for line in load_history(history))
 
 
 def _peak_gib() -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from qrot.errors import InputError
-from qrot.model.params import Model
+from qrot.model.params import Model, Network
 from qrot.progress import ROUND
-from qrot.quantize.keep import load_network, read_about
-from qrot.rotation.store import check_digest, load_rotations
+from qrot.quantize.keep import is_network, load_network, read_about
+from qrot.rotation.about import check_model
+from qrot.rotation.store import load_rotations
 from qrot.rotation.transform import Transform
 from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
@@ -27,48 +27,59 @@ _WEIGHTS = ("weight_method", "mixed", "hidden_kept")
 
 def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
     """What is in the file, and where it comes from."""
-    config, path = inputs.config, _path(inputs.config)
-    if (metadata := _network(path)) is not None:
-        check_digest(path, metadata, inputs.model.digest)
+    config, path, model = inputs.config, _path(inputs.config), inputs.model
+    if is_network(path):
         with inputs.stages.stage(f"{name}: reading the network", seconds=ROUND * inputs.millions):
-            network = jax.tree.map(jnp.asarray, load_network(path)[0])
+            network, metadata = _network(path, config, model)
         known = _known(metadata, *_LEARNED, *_WEIGHTS)
         facts = {"network": str(path), "weights": metadata["weight_bits"], **known}
-        return Prepared(network=network, facts=facts)
-    bits = config.fitting_weight_bits
-    transform, metadata = load_rotations(path, digest=inputs.model.digest, weight_bits=bits)
+        return Prepared(network=jax.tree.map(jnp.asarray, network), facts=facts)
+    transform, metadata = _rotations(path, config, model, config.fitting_weight_bits)
     return Prepared(transform, {"rotations": str(path), **_known(metadata, *_LEARNED)})
 
 
 def _known(metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     known = {key: metadata[key] for key in keys if key in metadata}
+    if metadata.get("mismatch"):
+        known["mismatch"] = metadata["mismatch"]
     if metadata.get("seed") is not None:
         known["rotation_seed"] = metadata["seed"]
     return known
 
 
 def expect(config: RunConfig, model: Model) -> Transform:
-    """What is in a file of rotations; nothing is put on a whole network."""
+    """What is in a file of rotations; nothing is put on a whole network, which is only tried."""
     path = _path(config)
-    if (metadata := _network(path)) is not None:
-        check_digest(path, metadata, model.digest)
+    if is_network(path):
+        _network(path, config, model)
         return Transform()
-    return load_rotations(path, digest=model.digest)[0]
+    return _rotations(path, config, model)[0]
 
 
 def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
     """What is in a file of rotations; None for a whole network, or where it was moved since."""
-    path = _path(inputs.config)
-    if not path.exists() or _network(path) is not None:
+    path, config = _path(inputs.config), inputs.config
+    if not path.exists() or is_network(path):
         return None
-    return load_rotations(path, digest=inputs.model.digest)[0]
+    return _rotations(path, config, inputs.model)[0]
 
 
-def _network(path: Path) -> dict[str, Any] | None:
-    """What a kept network says of itself; None where the file is no such network."""
-    with suppress(InputError):
-        return read_about(path)
-    return None
+def _network(path: Path, config: RunConfig, model: Model) -> tuple[Network, dict[str, Any]]:
+    about = read_about(path)
+    allow = config.allow_mismatch
+    about["mismatch"] = check_model(path, about, model.identity, allow=allow)
+    if about.get("weight_bits") is None:
+        raise InputError(f"{path}: says no weight_bits")
+    return load_network(path, model.network.config)
+
+
+def _rotations(
+    path: Path, config: RunConfig, model: Model, weight_bits: int | None = None
+) -> tuple[Transform, dict[str, Any]]:
+    sizes, allow = model.network.config, config.allow_mismatch
+    transform, about = load_rotations(path, sizes=sizes, weight_bits=weight_bits)
+    about["mismatch"] = check_model(path, about, model.identity, allow=allow)
+    return transform, about
 
 
 def _path(config: RunConfig) -> Path:

@@ -1,102 +1,131 @@
-"""Files and folders that appear whole or not at all, tensors written one by one; plain values."""
+"""safetensors files: written tensor by tensor, and read a slice at a time, none of it on trust."""
 
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import mmap
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from qrot.errors import InputError
+from qrot.errors import InputError, located
+from qrot.files.plain import open_file, parse_json, readable, short
+from qrot.files.whole import whole_file
 
 SHARD = 5_000_000_000  # bytes, as the hub has them
 _HEADER = 1 << 17  # kept free at the front of each file for what is known only at its end
 _ENTRY = 200  # bytes at most of one tensor in a header, beside its name
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
+_MOST_HEADER = 1 << 25  # bytes of the header of a file that is read
+_MOST_AXES = 8
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
 }
+_CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield another path to write to, which takes the place of `path` once it is written.
+class Tensor(NamedTuple):
+    """A stored tensor, of which nothing is read yet.
 
-    Args:
-        path: of the file; what is there stays there until the new one is whole.
-
-    Yields:
-        A path beside it. The block is to write it; if the block fails the path is removed.
+    Attributes:
+        shape: as stored.
+        dtype: of what is read.
+        rows: `rows(start, stop)` reads a slice of its first axis; of a tensor without axes, all.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rows: Callable[[int, int], np.ndarray]
+
+    def view(self) -> np.ndarray:
+        """All of it, read when it is touched where the file holds it as it is."""
+        return self.rows(0, self.shape[0] if self.shape else 1)
+
+    def whole(self) -> np.ndarray:
+        """All of it, in memory of its own."""
+        return np.array(self.view())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+def map_file(path: Path) -> mmap.mmap:
+    """The bytes of a file, read only when they are touched.
+
+    Raises:
+        InputError: where it is empty or cannot be read.
+    """
+    with open_file(path) as file:
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise InputError(f"{path}: empty") from error
+
+
+def release(memory: mmap.mmap) -> None:
+    """Give the pages of a mapped file back, which otherwise count as memory of this process."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        memory.madvise(mmap.MADV_DONTNEED)
+
+
+def open_tensor_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Map a safetensors file.
 
     Args:
         path: of the file.
-        text: its contents.
+
+    Returns:
+        Its tensors by name, and the texts of its header.
 
     Raises:
-        OSError: where it cannot be written.
+        InputError: with the path, where it cannot be read, is damaged, or holds numbers of a dtype
+            that NumPy does not compute with.
     """
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    memory = map_file(path)
+    length = int.from_bytes(memory[:8], "little")
+    with located(path):
+        if length > min(_MOST_HEADER, len(memory) - 8):
+            raise InputError("truncated or not a safetensors file")
+        try:
+            # The library checks that names, dtypes, shapes and places are such, that no two tensors
+            # overlap and that they fill the file. It has no bfloat16 for NumPy, so that the numbers
+            # are read here.
+            with readable(path), safe_open(path, "numpy"):
+                pass
+        except (SafetensorError, OverflowError) as error:
+            raise InputError(f"truncated or not a valid safetensors file ({error})") from error
+        header = parse_json(memory[8 : 8 + length])
+        metadata = header.pop("__metadata__", None) or {}
+        return {
+            name: _open_tensor(name, entry, memory, 8 + length) for name, entry in header.items()
+        }, metadata
 
 
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out` that takes its place once the block ends without an error.
+def _open_tensor(name: str, entry: dict[str, Any], memory: mmap.mmap, start: int) -> Tensor:
+    kind, shape = entry["dtype"], tuple(entry["shape"])
+    if kind not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise InputError(f"{short(name)} has dtype {kind}, which is not supported; known: {known}")
+    if len(shape) > _MOST_AXES:
+        raise InputError(f"{short(name)} has {len(shape)} axes")
+    at = start + entry["data_offsets"][0]
+    array = np.frombuffer(memory, _DTYPES[kind], math.prod(shape), at).reshape(shape)
 
-    Args:
-        out: the folder; absent or empty.
+    def rows(first: int, last: int) -> np.ndarray:
+        release(memory)
+        return array[first:last] if shape else array
 
-    Yields:
-        The path of a folder to fill, of this block alone.
-
-    Raises:
-        InputError: where `out` holds something, before the block or after it, or cannot be written.
-    """
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
-    there = f"{out}: is there already; choose another --out"
-    try:
-        if _holds_something(out):
-            raise InputError(there)
-        partial.mkdir(parents=True)
-        yield partial
-        if _holds_something(out):  # of another program, which was faster
-            raise InputError(there)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise InputError(f"{error.filename or out}: cannot be written ({reason})") from error
-        raise
-
-
-def _holds_something(out: Path) -> bool:
-    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+    return Tensor(shape, array.dtype, rows)
 
 
 def write_tensors(
@@ -202,24 +231,3 @@ def _name(folder: Path, files: list[_TensorFile]) -> None:
         "weight_map": places,
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def first_difference(old: Any, new: Any, where: str = "") -> str | None:
-    """The first key at which two configurations, or two of anything plain, differ.
-
-    Args:
-        old, new: values as JSON or YAML have them.
-        where: the key of the two, in dotted form.
-
-    Returns:
-        The key in dotted form; None where they are equal.
-    """
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return None if old == new else where
-    for key in [*new, *(key for key in old if key not in new)]:
-        here = f"{where}.{key}" if where else str(key)
-        if key not in old or key not in new:
-            return here
-        if found := first_difference(old[key], new[key], here):
-            return found
-    return None
