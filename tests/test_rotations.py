@@ -339,7 +339,9 @@ def saved(tmp_path):
 
 
 def test_a_file_for_another_model_is_refused(saved):
-    with pytest.raises(InputError, match=r"fitted to tiny, not to this model .0123456789abcdef is not ffff"):
+    with pytest.raises(
+        InputError, match=r"fitted to tiny, not to this model .0123456789abcdef is not ffff"
+    ):
         load_rotations(saved, identity=identity("f" * 16))
 
 
