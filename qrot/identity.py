@@ -85,18 +85,20 @@ def difference(of_file: Mapping[str, str], of_model: Mapping[str, str]) -> str |
     Returns:
         The first tensor that differs and how many do; None where none does.
     """
-    names = sorted(
-        (name for name in {**of_model, **of_file} if of_file.get(name) != of_model.get(name)),
-        key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)],
-    )
-    if not names:
+    apart = {name for name in {**of_model, **of_file} if of_file.get(name) != of_model.get(name)}
+    if not apart:
         return None
-    if names == [SETTINGS]:
+    if apart == {SETTINGS}:
         return "the settings differ (config.json)"
-    first = next(name for name in names if name != SETTINGS)
-    tensors = len([name for name in {**of_model, **of_file} if name != SETTINGS])
-    differing = len([name for name in names if name != SETTINGS])
-    return f"{first} differs, and so do {differing - 1} of the other {tensors - 1} tensors"
+    differing = apart - {SETTINGS}
+    others = len(({*of_model} | {*of_file}) - {SETTINGS}) - 1
+    first = min(differing, key=_by_layer)
+    return f"{first} differs, and so do {len(differing) - 1} of the other {others} tensors"
+
+
+def _by_layer(name: str) -> list[int | str]:
+    """Sorts layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Networks that stay in a run folder, and judging them again."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from qrot.errors import InputError
 from qrot.grid import Grid
 from qrot.quantize.keep import load_network, read_about
 from qrot.quantize.mixed import Mixed
+from qrot.report.results import notes
 from qrot.rotation.random import RotationSites
 from qrot.rotation.store import load_rotations
 from qrot.run import run as module
@@ -130,18 +132,29 @@ def test_a_kept_network_is_judged_as_it_is(config, judged):
     assert json.loads((Path(again.out) / "anatomy.json").read_text())["after"] == ""
 
 
-def test_a_network_of_another_model_is_refused(config, tiny, tmp_path):
-    run(replace(config, methods=("no_rotation",)), quiet())
-    kept, other = Path(config.out) / "network.safetensors", tmp_path / "other"
+@pytest.mark.parametrize(
+    ("method", "file"),
+    [("no_rotation", "network.safetensors"), ("equalised", "equalised.safetensors")],
+)
+def test_what_is_of_another_model_is_refused_or_told_of(config, tiny, tmp_path, method, file):
+    run(replace(config, methods=(method,)), quiet())
+    kept, other = Path(config.out) / file, tmp_path / "other"
     other.mkdir()
-    for file in (tiny / "model").iterdir():
-        content = file.read_bytes()
-        changed = content[:-4] + b"\0\0\0\0" if file.suffix == ".safetensors" else content
-        (other / file.name).write_bytes(changed)
+    for part in (tiny / "model").iterdir():
+        content = part.read_bytes()
+        changed = content[:-4] + b"\0\0\0\0" if part.suffix == ".safetensors" else content
+        (other / part.name).write_bytes(changed)
     again = {"methods": ("saved",), "saved": str(kept), "out": config.out + "-again"}
-    with pytest.raises(InputError, match=r"network\.safetensors: fitted to .* not to this model"):
+    said = r"\.safetensors: fitted to .* not to this model \(.* differs, and so do 0 of the other"
+    with pytest.raises(InputError, match=said):
         run(replace(config, model=str(other), **again), quiet())
     assert not Path(again["out"]).exists()
+    allowed = replace(config, model=str(other), allow_mismatch=True, **again)
+    with pytest.warns(UserWarning, match=said):
+        results = run(allowed, quiet())
+    (row,) = results["rows"]
+    assert re.search(said, row["mismatch"])
+    assert f"Made with allow_mismatch: {row['mismatch']}." in notes(results)
 
 
 def test_the_revision_of_the_hub_is_kept(config, monkeypatch):

@@ -63,18 +63,18 @@ def write_checkpoint(
         yield NORM, as_numpy(content.norm, kind)
         yield HEAD, as_numpy(content.head(), kind)
 
-    write_tensors(folder, _finite(tensors(), dtype), shard=shard)
+    write_tensors(folder, finite(tensors()), shard=shard)
     text = {**config_json(opened, content.config), **biases, "dtype": dtype, "torch_dtype": dtype}
     text = json.dumps(config(text), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     write_beside(folder, opened)
 
 
-def _finite(
-    tensors: Iterator[tuple[str, np.ndarray]], dtype: str
-) -> Iterator[tuple[str, np.ndarray]]:
+def finite(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The same tensors; raises InputError at one that its dtype could not hold."""
     for name, tensor in tensors:
         if not np.isfinite(tensor).all():
+            dtype = tensor.dtype.name
             raise InputError(f"{name} has numbers that {dtype} cannot hold; choose another --dtype")
         yield name, tensor
 

@@ -11,7 +11,7 @@ from qrot.export import verify
 from qrot.export.beside import beside
 from qrot.export.build import build, check_plan, difference
 from qrot.export.content import Content
-from qrot.export.format import DTYPES, Format, Options, Plan, check_options
+from qrot.export.format import Format, Options, Plan, check_dtype, check_options
 from qrot.export.registry import FORMATS
 from qrot.export.source import Source, weight_method
 from qrot.files.plain import shown
@@ -53,8 +53,7 @@ def export(
     """
     check_name(name, FORMATS, "--format")
     form = FORMATS[name]
-    if options.dtype not in (None, *DTYPES):
-        raise InputError(f"--dtype: {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     check_options(options, form, FORMATS)
     _check_installed(form, check)
     weight_method(source, options.weights)  # refuses before all else

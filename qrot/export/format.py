@@ -18,7 +18,7 @@ from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 from qrot.sites import ONLINE
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")  # of --dtype
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ class Format(NamedTuple):
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     proves: tuple[str, ...] = ("torch", "transformers")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise InputError for a --dtype that no tensor is written in; None is each tensor's own."""
+    if dtype not in (None, *DTYPES):
+        raise InputError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
 
 
 def check_options(options: Options, form: Format, formats: dict[str, Format]) -> None:

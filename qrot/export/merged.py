@@ -10,10 +10,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from qrot.errors import InputError
 from qrot.export.beside import write_beside
+from qrot.export.checkpoint import finite
 from qrot.export.config import config_json
-from qrot.export.format import DTYPES
+from qrot.export.content import as_numpy
+from qrot.export.format import check_dtype
 from qrot.files.tensors import write_tensors
 from qrot.files.whole import whole_folder
 from qrot.model.adapter.source import Merge
@@ -45,22 +46,16 @@ def write_merged(
     Raises:
         InputError: where a number is not finite, or does not fit the dtype.
     """
-    if dtype not in (None, *DTYPES):
-        raise InputError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     tensors = opened.identity.tensors
 
     def written() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in tensors.items():
-            values = tensor.whole()
-            with np.errstate(over="ignore"):
-                values = values.astype(jnp.dtype(dtype) if dtype else values.dtype, copy=False)
-            if not np.isfinite(values).all():
-                raise InputError(f"{name} has numbers that {values.dtype.name} cannot hold")
-            yield name, values
+            yield name, as_numpy(tensor.view(), jnp.dtype(dtype) if dtype else tensor.dtype)
             advance(1)
 
     with whole_folder(out) as folder:
-        write_tensors(folder, written())
+        write_tensors(folder, finite(written()))
         kind = dtype or next(iter(tensors.values())).dtype.name
         config = opened.config
         text = {

@@ -88,6 +88,29 @@ class Layers(struct.PyTreeNode):
         return getattr(self, name)
 
 
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The fields of `Layers` that a configuration has, with the shapes of one layer.
+
+    Of a projection it is that of its weight, (inputs, outputs).
+    """
+    hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "q": (hidden, queries),
+        "k": (hidden, keys),
+        "v": (hidden, keys),
+        "o": (queries, hidden),
+        "mlp_norm": (hidden,),
+        "gate": (hidden, mlp),
+        "up": (hidden, mlp),
+        "down": (mlp, hidden),
+    }
+    if config.architecture == "qwen3":
+        shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    return shapes
+
+
 class Params(struct.PyTreeNode):
     """A whole model.
 

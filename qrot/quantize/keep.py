@@ -22,13 +22,13 @@ from qrot.files.own import open_own_file, strictly
 from qrot.files.plain import short, shown
 from qrot.files.tensors import Tensor, open_tensor_file, write_tensor_file
 from qrot.model.config import ModelConfig, check_config
-from qrot.model.params import Layers, Linear, Network, Params
+from qrot.model.params import Layers, Linear, Network, Params, layer_shapes
 from qrot.rotation.about import check_about
 from qrot.rotation.read import acting_from
 from qrot.rotation.store import acting_tensors
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import Scheme
-from qrot.sites import PROJECTIONS, SITE_OF, SITES
+from qrot.sites import PROJECTIONS
 
 FORMAT = "qrot network 1"
 _ENDS = ("embed", "norm", "head")
@@ -193,14 +193,12 @@ class _Tensors:
 
 def _params(tensors: _Tensors, config: ModelConfig, dtypes: Mapping[str, str]) -> Params:
     layers, hidden, table = config.num_hidden_layers, config.hidden_size, config.vocab_size
-    sizes = {"attention_norm": hidden, "mlp_norm": hidden}
-    if config.architecture == "qwen3":
-        sizes |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
     fields: dict[str, Any] = {
-        name: tensors.array(f"layers.{name}", layers, n) for name, n in sizes.items()
+        name: _read_linear(tensors, name, (layers, *shape), dtypes)
+        if name in PROJECTIONS
+        else tensors.array(f"layers.{name}", layers, *shape)
+        for name, shape in layer_shapes(config).items()
     }
-    for name in PROJECTIONS:
-        fields[name] = _read_linear(tensors, name, config, dtypes)
     return Params(
         embed=tensors.array("embed", table, hidden),
         layers=Layers(**fields),
@@ -210,16 +208,16 @@ def _params(tensors: _Tensors, config: ModelConfig, dtypes: Mapping[str, str]) -
 
 
 def _read_linear(
-    tensors: _Tensors, projection: str, config: ModelConfig, dtypes: Mapping[str, str]
+    tensors: _Tensors, projection: str, shape: tuple[int, ...], dtypes: Mapping[str, str]
 ) -> Linear:
     name, dtype = f"layers.{projection}", dtypes.get(projection)
     if dtype not in _DTYPES:
         raise InputError(f"says {short(dtype)} of the dtype of {name}")
-    n, inputs, outputs = config.num_hidden_layers, *_sizes(projection, config)
+    n, inputs, outputs = shape
     bias = tensors.optional(f"{name}.bias", n, outputs)
     stored = tensors.left.get(f"{name}.scale")
     if stored is None:
-        weight = tensors.take(f"{name}.weight", (n, inputs, outputs), dtype).whole()
+        weight = tensors.take(f"{name}.weight", shape, dtype).whole()
         return Linear(jnp.asarray(_finite(name, weight)), bias)
     groups = stored.shape[1] if len(stored.shape) == 3 else 1
     if not groups or inputs % groups:
@@ -265,20 +263,6 @@ def _finite(name: str, x: np.ndarray) -> np.ndarray:
     if not np.isfinite(x).all():
         raise InputError(f"{name} holds numbers that are not finite")
     return x
-
-
-def _sizes(projection: str, config: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of a projection."""
-    outputs = {
-        "q": config.num_attention_heads * config.head_dim,
-        "k": config.num_key_value_heads * config.head_dim,
-        "v": config.num_key_value_heads * config.head_dim,
-        "o": config.hidden_size,
-        "gate": config.intermediate_size,
-        "up": config.intermediate_size,
-        "down": config.hidden_size,
-    }
-    return SITES[SITE_OF[projection]].width(config), outputs[projection]
 
 
 def _linear(network: Network, name: str) -> Linear:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float32
 
 from qrot.errors import InputError, located
 from qrot.hadamard.factors import hadamard_factors
-from qrot.rotation.forms import Hadamard, Rotation, orthogonal_parts
+from qrot.rotation.forms import Hadamard, Rotation, newton_schulz, orthogonal_parts
 from qrot.sites import SITES, Sizes, rotation_site
 
 Trees = Mapping[str, Mapping[str, Any]]
@@ -125,8 +125,8 @@ def nearest_orthogonal(
 ) -> Float32[np.ndarray, "*stack n n"]:
     """The orthogonal matrices that some are within a tolerance of, in float32.
 
-    Measured and brought there in float64, by Newton-Schulz steps R (3 I - R^T R) / 2, each of which
-    squares the error; a matrix that was written in float32 stays as it is.
+    Measured and brought there in float64, by Newton-Schulz steps, each of which squares the error;
+    a matrix that was written in float32 stays as it is.
 
     Args:
         name: of the matrices, for messages.
@@ -155,7 +155,7 @@ def _refined(name: str, r: Float[np.ndarray, "count n n"], most: float):
         for _ in range(_STEPS):
             if error <= _FLOAT32:
                 return r
-            r = 1.5 * r - 0.5 * r @ (r.mT @ r)
+            r = newton_schulz(r)
             error = _error(r)
     raise InputError(f"{name} is not near an orthogonal matrix")
 

@@ -7,7 +7,7 @@ rotations: one a layer, or one a layer and kv head.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 
 from qrot.hadamard.factors import hadamard_dense
 from qrot.kernels.fwht import fwht
+
+Matrix = TypeVar("Matrix", jax.Array, np.ndarray)
 
 # What pytrees hold: arrays on a device, or on the host numpy's, which serve wherever those do.
 if TYPE_CHECKING:
@@ -202,14 +204,15 @@ def orthogonal_parts(rotation: Rotation) -> dict[str, Float[Values, "*stack m m"
 def reorthonormalised(rotation: Rotation) -> Rotation:
     """Bring matrices that are orthogonal to within their error e to within 3/4 e^2.
 
-    One Newton-Schulz step, R (3 I - R^T R) / 2; signs stay as they are.
+    One Newton-Schulz step; signs stay as they are.
     """
-    return rotation.replace(
-        **{
-            name: 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
-            for name, matrix in orthogonal_parts(rotation).items()
-        }
-    )
+    parts = orthogonal_parts(rotation)
+    return rotation.replace(**{name: newton_schulz(matrix) for name, matrix in parts.items()})
+
+
+def newton_schulz(matrix: Matrix) -> Matrix:
+    """A step towards the nearest orthogonal matrices [*stack, n, n], R (3 I - R^T R) / 2."""
+    return 1.5 * matrix - 0.5 * matrix @ (matrix.mT @ matrix)
 
 
 def check_size(rotation: Rotation, n: int) -> None:

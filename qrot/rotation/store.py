@@ -86,7 +86,8 @@ def load_rotations(
         path: of the file.
         sizes: of the model to be rotated; None not to compare shapes with it, which `fuse` does.
         identity: of the model to be rotated; None not to compare it.
-        allow_mismatch: whether another model than that is a warning only.
+        allow_mismatch: whether another model than that is a warning only, which the metadata then
+            has as `mismatch`.
         weight_bits: that rotations are to have been learned for: those of the weights, or 16 where
             a method rounds them that makes up for its errors. Warns where they were learned for
             others; None not to.
@@ -101,8 +102,9 @@ def load_rotations(
     """
     tensors, header = open_own_file(path, "rotation", (FORMAT, *_OLDER))
     metadata = _metadata(path, header)
+    mismatch = None
     if identity is not None:
-        check_model(path, metadata, identity, allow=allow_mismatch)
+        mismatch = check_model(path, metadata, identity, allow=allow_mismatch)
     arrays, forms = {name: tensor.view() for name, tensor in tensors.items()}, header.get("forms")
     with located(path):
         if header["format"] in _OLDER:
@@ -111,7 +113,7 @@ def load_rotations(
     trained = metadata.get("trained_weight_bits")
     if trained is not None and weight_bits is not None:
         warn_of_weights(path, trained, weight_bits)
-    return transform, metadata
+    return transform, metadata | ({"mismatch": mismatch} if mismatch else {})
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

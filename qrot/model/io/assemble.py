@@ -19,7 +19,7 @@ from qrot.errors import InputError
 from qrot.files.plain import shown
 from qrot.files.tensors import Tensor
 from qrot.model.config import ModelConfig
-from qrot.model.params import Layers, Linear, Params
+from qrot.model.params import Layers, Linear, Params, layer_shapes
 from qrot.sites import PROJECTIONS
 
 # Rows are read in blocks of about this many numbers, which bounds the memory beside the result.
@@ -179,31 +179,17 @@ def _check_heads(config: ModelConfig) -> None:
 
 def _leaves(config: ModelConfig, biased: Collection[str]) -> dict[str, _Leaf]:
     """Every leaf of `Params` that this configuration has, with its names and stored shape."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    mlp = config.intermediate_size
-    shapes = {
-        "attention_norm": (hidden,),
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "o": (hidden, queries),
-        "mlp_norm": (hidden,),
-        "gate": (mlp, hidden),
-        "up": (mlp, hidden),
-        "down": (hidden, mlp),
-    }
-    if config.architecture == "qwen3":
-        shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
 
     def stacked(field: str, kind: str, shape: tuple[int, ...]) -> _Leaf:
         layers = range(config.num_hidden_layers)
         names = [f"model.layers.{i}.{MODULES[field]}.{kind}" for i in layers]
         return _Leaf(names, shape, stacked=True, transposed=len(shape) == 2)
 
+    hidden = config.hidden_size
     table = (config.vocab_size, hidden)
     leaves = {EMBED: _Leaf([EMBED], table, stacked=False, transposed=False)}
-    for field, shape in shapes.items():
+    for field, own in layer_shapes(config).items():
+        shape = own[::-1]  # PyTorch has weights [out, in]
         leaves[f"{field}.weight"] = stacked(field, "weight", shape)
         if field in biased:
             leaves[f"{field}.bias"] = stacked(field, "bias", shape[:1])

@@ -16,6 +16,7 @@ from qrot.model.config import ModelConfig
 from qrot.model.io import harmless
 from qrot.model.io.rope import take_rope
 from qrot.model.io.settings import (
+    EPSILON,
     Settings,
     take_flag,
     take_integer,
@@ -141,7 +142,7 @@ def parse_config(raw: Mapping[str, Any]) -> Parsed:
         ),
         head_dim=_take_head_dim(left, known, hidden, heads),
         vocab_size=vocabulary,
-        rms_norm_eps=take_number(left, "rms_norm_eps", 1e-6, least=1e-12, most=1.0),
+        rms_norm_eps=take_number(left, "rms_norm_eps", 1e-6, **EPSILON),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=positions,

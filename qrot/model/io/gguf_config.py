@@ -17,6 +17,8 @@ from qrot.errors import InputError
 from qrot.files.plain import short, shown
 from qrot.model.config import ModelConfig, RopeScaling
 from qrot.model.io.settings import (
+    EPSILON,
+    THETA,
     Settings,
     take_flag,
     take_integer,
@@ -34,11 +36,6 @@ _HARMLESS = {  # settings of the architecture that do not change the function
 # What ends a text, and a turn or a message of a dialogue: llama.cpp stops at each.
 _ENDS = ("eos", "eot", "eom")
 _TOKENS = "tokenizer.ggml.tokens"
-_EPSILON, _THETA, _FACTOR = (  # bounds, as of config.json
-    {"least": 1e-12, "most": 1.0},
-    {"least": 1.0, "most": 1e15},
-    {"least": 1e-6, "most": 1e6},
-)
 
 
 def check_kind(metadata: Mapping[str, Any]) -> str:
@@ -115,7 +112,7 @@ def parse_metadata(
     if isinstance(tokens, list) and len(tokens) != rows:
         raise InputError(f"{_TOKENS} has {len(tokens)} entries, but the embedding {rows} rows.")
     eps = start + "attention.layer_norm_rms_epsilon"
-    theta = take_number(settings, start + "rope.freq_base", 1e4, **_THETA)
+    theta = take_number(settings, start + "rope.freq_base", 1e4, **THETA)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -125,7 +122,7 @@ def parse_metadata(
         num_key_value_heads=_take_alike(settings, start + "attention.head_count_kv", layers, heads),
         head_dim=head_dim,
         vocab_size=rows,
-        rms_norm_eps=take_number(settings, eps, 1e-5, **_EPSILON),
+        rms_norm_eps=take_number(settings, eps, 1e-5, **EPSILON),
         rope_theta=theta,
         rope_scaling=_take_rope_scaling(settings, start + "rope.", theta, head_dim, divisors),
         max_position_embeddings=take_integer(settings, start + "context_length"),
@@ -175,8 +172,8 @@ def _take_rope_scaling(
         raise InputError(
             f"rope scaling {short(kind)} is not supported; supported are none, linear and llama3."
         )
-    old = take_number(settings, prefix + "scale_linear", 1.0, **_FACTOR)
-    factor = take_number(settings, prefix + "scaling.factor", old, **_FACTOR)
+    old = take_number(settings, prefix + "scale_linear", 1.0)
+    factor = take_number(settings, prefix + "scaling.factor", old)
     if old not in (1, factor):
         raise InputError(f"{prefix}scaling.factor and {prefix}scale_linear differ.")
     linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None

@@ -8,7 +8,14 @@ from typing import Any
 from qrot.errors import InputError, located
 from qrot.files.plain import short
 from qrot.model.config import RopeScaling
-from qrot.model.io.settings import Settings, take_integer, take_number, take_object, take_text
+from qrot.model.io.settings import (
+    THETA,
+    Settings,
+    take_integer,
+    take_number,
+    take_object,
+    take_text,
+)
 
 _THETA, _ORIGINAL = "rope_theta", "original_max_position_embeddings"
 _ROTATED = "partial_rotary_factor"
@@ -44,7 +51,7 @@ def take_rope(settings: Settings, positions: int) -> tuple[float, RopeScaling | 
         for key in [key for key, value in part.items() if value is None]:
             if key not in (_THETA, _ORIGINAL):
                 del part[key]
-    theta = _take_agreed(places, _THETA, lambda s, k: take_number(s, k, least=1.0, most=1e15), 1e4)
+    theta = _take_agreed(places, _THETA, lambda s, k: take_number(s, k, **THETA), 1e4)
     original = _take_agreed(places, _ORIGINAL, take_integer, positions)
     rotated = _take_agreed(places, _ROTATED, take_number, 1)
     if rotated != 1:

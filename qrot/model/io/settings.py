@@ -11,6 +11,9 @@ from qrot.errors import InputError
 from qrot.files.plain import short
 
 Settings = dict[str, Any]
+# Bounds of what both a config.json and a GGUF file say; those of a factor are the usual ones.
+EPSILON = {"least": 1e-12, "most": 1.0}
+THETA = {"least": 1.0, "most": 1e15}
 MOST = (1 << 31) - 1  # of an integer: more is no size, and the positions of a text are 32 bits
 
 

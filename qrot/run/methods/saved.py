@@ -20,8 +20,8 @@ from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Method, Prepared
 
-# What a row tells of a file, as the file has it: of what was learned, and of a network's weights.
-_LEARNED = ("objective", "trained_weight_bits")
+# What a row tells of a file: of what was learned and for which model, and of a network's weights.
+_LEARNED = ("objective", "trained_weight_bits", "mismatch")
 _WEIGHTS = ("weight_method", "mixed", "hidden_kept")
 
 
@@ -40,8 +40,6 @@ def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
 
 def _known(metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     known = {key: metadata[key] for key in keys if key in metadata}
-    if metadata.get("mismatch"):
-        known["mismatch"] = metadata["mismatch"]
     if metadata.get("seed") is not None:
         known["rotation_seed"] = metadata["seed"]
     return known
@@ -66,20 +64,23 @@ def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
 
 def _network(path: Path, config: RunConfig, model: Model) -> tuple[Network, dict[str, Any]]:
     about = read_about(path)
-    allow = config.allow_mismatch
-    about["mismatch"] = check_model(path, about, model.identity, allow=allow)
+    mismatch = check_model(path, about, model.identity, allow=config.allow_mismatch)
     if about.get("weight_bits") is None:
         raise InputError(f"{path}: says no weight_bits")
-    return load_network(path, model.network.config)
+    network, about = load_network(path, model.network.config)
+    return network, about | ({"mismatch": mismatch} if mismatch else {})
 
 
 def _rotations(
     path: Path, config: RunConfig, model: Model, weight_bits: int | None = None
 ) -> tuple[Transform, dict[str, Any]]:
-    sizes, allow = model.network.config, config.allow_mismatch
-    transform, about = load_rotations(path, sizes=sizes, weight_bits=weight_bits)
-    about["mismatch"] = check_model(path, about, model.identity, allow=allow)
-    return transform, about
+    return load_rotations(
+        path,
+        sizes=model.network.config,
+        identity=model.identity,
+        allow_mismatch=config.allow_mismatch,
+        weight_bits=weight_bits,
+    )
 
 
 def _path(config: RunConfig) -> Path:
