@@ -46,6 +46,7 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
     other = None if config.other is None else read_texts(config.other)
     with stages.stage(f"loading {config.model}", seconds=7.0):
         model = _folded(load(config.model, dtype=jnp.dtype(config.dtype)))
+        _ = model.identity.fingerprint  # of all that is kept; here, since it may take a while once
     with stages.stage("reading the text", seconds=2.0):
         rows = _windows(model, texts, config.evaluate)
         other_rows = None
