@@ -65,6 +65,18 @@ def read_texts(data: Data) -> Texts:
     return Texts(calibration, evaluation, f"{name}, sha256 {_sha256(evaluation)}")
 
 
+def read_evaluation(data: Data) -> tuple[str, str]:
+    """A text to judge by, with its name first; of two files of your own the other is not needed.
+
+    Raises InputError as `read_texts` does.
+    """
+    if data.source == "files":
+        text = read_text(Path(data.path or ".") / data.evaluation)
+        return f"{data.evaluation}, sha256 {_sha256(text)}", text
+    texts = read_texts(data)
+    return texts.name, texts.evaluation
+
+
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

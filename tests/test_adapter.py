@@ -370,8 +370,10 @@ def test_rotations_meet_other_weights_only_if_that_is_allowed(tmp_path):
     save_rotations(file, Transform(), {**about, **mark})
     load_rotations(file, identity=base)
     message = r"\.layers\.0\.self_attn\.q_proj\.weight differs, and so do 2 of the other 29 tensors"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message + r"\)$"):
         load_rotations(file, identity=other)
+    with pytest.raises(InputError, match=message + r"\); --allow-mismatch, or allow_mismatch"):
+        load_rotations(file, identity=other, allow_mismatch=False)
     with pytest.warns(UserWarning, match=message):
         load_rotations(file, identity=other, allow_mismatch=True)
     save_rotations(file, Transform(), about)  # as qrot 0.2 did

@@ -83,9 +83,12 @@ def test_what_is_written_is_read_back(file):
          "no windows in its batches"),
         ("learn={batch: 3, accumulate: 2}", "learn.accumulate: 2 does not divide 3"),
         ("learn={draws: 2}", "learn.draws: fisher is not drawn at random"),
-        ("methods=[saved]", "saved: a file of another run goes with the method 'saved', only with "
-         "it"),
-        ("saved=x", "saved: a file of another run goes with the method 'saved', only with it"),
+        ("methods=[saved]", "saved: a file of another run goes with the method 'saved' or a "
+         "start of learning that is saved, only with them"),
+        ("saved=x", "saved: a file of another run goes with the method 'saved' or a start of "
+         "learning that is saved, only with them"),
+        ("learn.start=saved", "saved: a file of another run goes with the method 'saved' or a "
+         "start of learning that is saved, only with them"),
         ("learn.weight_bits=2026-01-01", "learn.weight_bits: expected an integer or null, not "
          "'2026-01-01'"),
         ("seeds=3", "seeds: expected a list, not 3"),
@@ -93,7 +96,18 @@ def test_what_is_written_is_read_back(file):
         ("scheme.keys=4", "scheme.keys: expected a section with keys bits, kind, granularity, "
          "group, clip, threshold, not 4"),
         ("scheme.overrides=[{weights: 8}]", "scheme.overrides.0.match: this key is needed"),
-        ("model=null", "model: expected a text, not None"),
+        ("model=null", "model: expected a text or a section with keys base, adapters, combine, "
+         "density, seed, not None"),
+        ("model={bse: x}", "unknown key 'model.bse', did you mean 'model.base'?"),
+        ("model={base: x}", "model.adapters: this key is needed"),
+        ("model={base: x, adapters: []}", "model.adapters: names no adapter; give model the name "
+         "of the base"),
+        ("model={base: x, adapters: [3]}", "model.adapters.0: expected a text or a section with "
+         "keys path, weight, not 3"),
+        ("model={base: x, adapters: [{path: a, wight: 2}]}", "unknown key "
+         "'model.adapters.0.wight', did you mean 'model.adapters.0.weight'?"),
+        ("model={base: x, adapters: [a], combine: tie}", "model.combine: expected one of 'sum', "
+         "'linear', 'ties', 'dare_linear', 'dare_ties', not 'tie', did you mean 'ties'?"),
         # Out of range: with the way to it, whichever dataclass complains.
         ("scheme.weights.bits=1", "scheme.weights.bits: 1 is outside 2 to 16 (16 leaves it alone)"),
         ("scheme.keys.bits=17", "scheme.keys.bits: 17 is outside 2 to 16 (16 leaves it alone)"),

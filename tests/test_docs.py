@@ -76,7 +76,7 @@ def test_commands_are_there_and_their_settings_are_read(page, words, monkeypatch
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]  # pyright: ignore
     given = command.make_context("qrot", list(words)).params  # refuses what it does not know
-    if "overrides" in given and given["config"] != "CONFIG":
+    if {"overrides", "config"} <= given.keys() and given["config"] != "CONFIG":
         overrides = [plain(word) for word in given["overrides"] or []]
         read_sweep(find_config(given["config"]), overrides, given["sweep"] or [])
 
@@ -118,9 +118,16 @@ def defaults(kind, path="", seen=None):
         yield key, "needed" if default is MISSING else default
         if hint == WeightSettings:
             below += [(method.settings, f"{key}.") for method in WEIGHT_METHODS.values()]
-        below += [(k, f"{key}.") for k in [hint, *get_args(hint)] if is_dataclass(k)]
+        below += [(k, f"{key}.") for k in within(hint) if is_dataclass(k)]
     for hint, prefix in below:
         yield from defaults(hint, prefix, seen)
+
+
+def within(hint):
+    """A type, and those that it is made of."""
+    yield hint
+    for inner in get_args(hint):
+        yield from within(inner)
 
 
 def test_the_settings_page_has_every_key_with_its_default(hook):

@@ -196,6 +196,18 @@ def test_models_that_a_file_is_not_for(file):
             qt.install(other, state)
 
 
+@pytest.mark.parametrize("size", [0, 28])
+def test_a_hadamard_matrix_without_its_factors_is_refused(file, size):
+    def change(tensors, metadata):
+        factor = tensors.pop("rotations.down.factor0")
+        if size:
+            tensors["rotations.down.factor0"] = np.ascontiguousarray(factor[:size, :size])
+
+    state = qt.State(changed(file, change), fused=True)
+    with pytest.raises(ValueError, match="down lacks a factor of its Hadamard matrix"):
+        qt.install(fake(), state)
+
+
 def test_weights_as_they_came_and_rotated_ones_are_told_apart(monkeypatch, tmp_path):
     transform = hadamard("llama", tmp_path)
     path, out = write_fitted(tmp_path, "llama", Scheme(), transform), tmp_path / "out"

@@ -86,7 +86,9 @@ def test_another_models_rotations_are_refused(made, monkeypatch, tmp_path, capsy
     write_folder(tmp_path / "other", "llama", seed=1)
     out = tmp_path / "out"
     assert export(monkeypatch, path, "--out", out, "--model", tmp_path / "other") == 2
-    assert "fitted to" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "fitted to" in error
+    assert "--allow-mismatch" in error
     assert not out.exists()
 
 

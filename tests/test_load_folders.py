@@ -124,7 +124,7 @@ def test_names_of_another_program_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("adapter_config.json", "{}", "an adapter .*merge it into that model"),
+        ("adapter_config.json", "{}", r"an adapter .*qrot merge, .* model: {base: MODEL"),
         ("hf_quant_config.json", "{}", "ModelOpt quantised.*dequantise"),
         ("quantize_config.json", "{}", "AutoGPTQ quantised.*dequantise"),
         ("generation_config.json", "[]", "generation_config.json: must hold a JSON object"),

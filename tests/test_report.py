@@ -163,7 +163,7 @@ def test_text_can_be_read_in_both_modes():
     for mode in modes:
         colours = dict(re.findall(r"--(\w+): (#\w{6})", mode))
         for name, least in {"ink": 4.5, "soft": 4.5, "plain": 3, "best": 3, "before": 3,
-                            "violet": 3, "teal": 3}.items():  # fmt: skip
+                            "violet": 3, "teal": 3, "good": 4.5, "bad": 4.5}.items():  # fmt: skip
             assert contrast(colours[name], colours["paper"]) >= least, name
 
 

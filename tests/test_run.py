@@ -151,7 +151,7 @@ def test_a_stopped_run_goes_on(config, monkeypatch):
 
 def test_a_row_that_is_measured_elsewhere_says_so(config, monkeypatch):
     config = replace(config, methods=CHEAP)
-    here, original = module._environment(), module.judge
+    here, original = module.environment(), module.judge
 
     def judge(inputs, name, network):
         if name == "no rotation":
@@ -163,7 +163,7 @@ def test_a_row_that_is_measured_elsewhere_says_so(config, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(config, quiet())
     elsewhere = {**here, "device": "another (gpu, x86_64)"}
-    monkeypatch.setattr(module, "_environment", lambda: elsewhere)
+    monkeypatch.setattr(module, "environment", lambda: elsewhere)
     found = run(config, quiet())
     assert found["environment"]["device"] == here["device"]
     full, plain = found["rows"]
@@ -336,6 +336,36 @@ def test_a_full_disk_in_the_midst_of_learning(config, monkeypatch):
             run(config, quiet())
     left = {path.name for path in Path(config.out).iterdir()}
     assert left == {"config.yaml", "results.json", "network.safetensors"}
+
+
+def test_halves_that_a_killed_run_left_are_removed(config):
+    config, folder = replace(config, methods=CHEAP), Path(config.out)
+    run(config, quiet())
+    halves = [folder / f"{place}a.0123abcd.partial" for place in ("", "networks/", "seed1/")]
+    others = [folder / f"{place}/a.partial" for place in (".export.01234567.partial", "other")]
+    for file in (*halves, *others):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"half")
+    with pytest.raises(InputError, match="another config"):
+        run(replace(config, batch=1), quiet())
+    with entered(folder), pytest.raises(InputError, match="another run"):
+        run(config, quiet())
+    assert all(file.exists() for file in (*halves, *others))
+    run(config, quiet())
+    assert not any(file.exists() for file in halves)
+    assert all(file.exists() for file in others)
+
+
+def test_a_full_disk_beside_an_export_leaves_that_alone(config, monkeypatch):
+    (export := Path(config.out) / ".export.0123abcd.partial").mkdir(parents=True)
+
+    def write_results(path, results):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(module, "write_results", write_results)
+    with pytest.raises(InputError, match="No space left on device"):
+        run(replace(config, methods=CHEAP), quiet())
+    assert export.is_dir()
 
 
 def test_faults_of_qrot_keep_their_traceback(config, monkeypatch):

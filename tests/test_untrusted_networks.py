@@ -129,6 +129,7 @@ TENSORS = {
     "signs": (filled(0.5, "rotations.down.signs"), "down.signs holds other numbers than 1"),
     "scales": (lambda _: {"scales.qkv": np.zeros((3, 48))}, "holds scales.qkv, which no"),
     "no rotation": (gone("rotations.key.matrix"), "its tensors are not those of"),
+    "no factors": (gone("rotations.down.factor0"), "down comes without the factors of its"),
 }
 
 

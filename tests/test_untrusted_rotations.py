@@ -7,6 +7,7 @@ import pytest
 from rotation_files import META, SIZES, Text, everything, identity, orthogonal, read, signs, write
 
 from qrot.errors import InputError
+from qrot.hadamard.factors import hadamard_matrix
 from qrot.rotation.store import load_rotations, save_rotations
 
 
@@ -194,12 +195,19 @@ def test_headers_that_lack_something(tmp_path, good, missing):
     refused(path)
 
 
-@pytest.mark.parametrize("missing", ["rotations.residual.matrix", "rotations.down.left"])
-def test_parts_that_are_missing(tmp_path, good, missing):
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (R, "its tensors are not those of residual"),
+        (f"{DOWN}.left", "down is of no form"),
+        (f"{KEY}.factor0", "key comes without the factors of its Hadamard matrix"),
+    ],
+)
+def test_parts_that_are_missing(tmp_path, good, missing, words):
     tensors, header = good
     left = {name: x for name, x in tensors.items() if name != missing}
     write(path := tmp_path / "r.safetensors", left, header)
-    refused(path)
+    refused(path, words)
 
 
 # Formats 2 and 3, in which a matrix has no name of its own
@@ -213,6 +221,8 @@ def older(version, blocks, changes=None):
         "rotations.key.signs": signs(12),
         "clips.o": np.ones(3, np.float32),
     }
+    if version == 3:
+        tensors["rotations.key.factor0"] = np.array(hadamard_matrix(4))
     header = {"format": f"qrot rotations {version}", "blocks": blocks, **META}
     return tensors | (changes or {}), header
 
@@ -257,3 +267,12 @@ def test_older_files_that_are_wrong(tmp_path, name, version):
         changes, words = OLDER[name.removeprefix("tensors: ")]
     write(path, *older(version, blocks, changes))
     refused(path, words)
+
+
+def test_only_format_2_may_lack_the_factors(tmp_path):
+    tensors, header = older(3, {"key": 4})
+    factor = tensors.pop("rotations.key.factor0")
+    write(path := tmp_path / "r.safetensors", tensors, header)
+    refused(path, "key comes without the factors of its Hadamard matrix")
+    write(path, *older(2, {"key": 4}, {"rotations.key.factor0": np.rot90(factor)}))
+    refused(path, "key was made with other Hadamard matrices")

@@ -91,15 +91,26 @@ def _escaped(line: str) -> str:
 
 def read(package: Path) -> dict[str, Source]:
     """The dataclasses of a package, by name."""
-    found = {}
-    for file in sorted(package.rglob("*.py")):
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-        assigned = [node for node in body if isinstance(node, ast.Assign)]
-        names = {ast.unparse(node.targets[0]): node.value for node in assigned}
-        for node in body:
-            if isinstance(node, ast.ClassDef) and node.decorator_list:
-                found[node.name] = Source(node, names)
-    return found
+    bodies = [ast.parse(f.read_text(encoding="utf-8")).body for f in sorted(package.rglob("*.py"))]
+    own = [_assigned(body) for body in bodies]
+    literals = {
+        name: value
+        for names in own
+        for name, value in names.items()
+        if ast.unparse(value).startswith("Literal[")  # which other modules may import
+    }
+    return {
+        node.name: Source(node, literals | names)
+        for body, names in zip(bodies, own, strict=True)
+        for node in body
+        if isinstance(node, ast.ClassDef) and node.decorator_list
+    }
+
+
+def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
+    """What the names of a module stand for."""
+    nodes = (node for node in body if isinstance(node, ast.Assign))
+    return {ast.unparse(node.targets[0]): node.value for node in nodes}
 
 
 def fields(classes: dict[str, Source], name: str) -> list[Field]:

@@ -9,7 +9,7 @@ import warnings
 
 import typer
 
-from qrot.cli import bench, export, generate, look, merge, run
+from qrot.cli import bench, export, gate, generate, look, merge, pipeline, refresh, run
 from qrot.errors import InputError
 from qrot.files.whole import short_path
 
@@ -25,10 +25,20 @@ def _commands() -> None:
     """Rotations that make language models easy to quantise."""
 
 
-for command in (run.run, look.compare, look.inspect, export.export, merge.merge):
+_COMMANDS = (
+    run.run,
+    gate.gate,
+    look.compare,
+    look.inspect,
+    export.export,
+    merge.merge,
+    refresh.refresh,
+    pipeline.pipeline,
+    generate.generate,
+)
+for command in _COMMANDS:
     app.command()(command)
 app.command("import")(export.import_)
-app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 
 

@@ -52,6 +52,9 @@ def export(
     allow_mismatch: Annotated[
         bool, typer.Option("--allow-mismatch", help="Though it was fitted to other weights.")
     ] = False,
+    ungated: Annotated[
+        bool, typer.Option("--ungated", help="Though the gate of the run is against it.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load it in PyTorch and compare on 16 windows.")
     ] = False,
@@ -67,11 +70,13 @@ def export(
     from qrot.export.format import Options
     from qrot.export.source import open_source
     from qrot.progress import Stages
+    from qrot.run.gated import gated
 
     check_writable(out, folder=True)
     console = Console()
     options = Options(scheme, group, online, weights, dtype)
     opened = open_source(source, model=model, row=row, allow_mismatch=allow_mismatch)
+    opened = gated(opened, options, ungated=ungated)
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: no bars between our own
     with Stages(console) as stages:
         (first, *_, last), proof = write(opened, out, kind, options, stages, check=verify)

@@ -39,14 +39,14 @@ def merge(
     from rich.console import Console
 
     from qrot.export.merged import write_merged
-    from qrot.model.adapter.combine import Combination
+    from qrot.model.adapter.combine import CombineBy
     from qrot.model.adapter.source import Merge, Weighted
     from qrot.model.io.load import open_model
     from qrot.progress import Stages
     from qrot.records import check_name
 
     check_writable(out, folder=True)
-    check_name(combine, get_args(Combination), "--combine")
+    check_name(combine, get_args(CombineBy), "--combine")
     weights = weight or [1.0] * len(adapters)
     if len(weights) != len(adapters):
         raise InputError(f"--weight: {len(weights)} weights for {len(adapters)} adapters")

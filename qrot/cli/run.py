@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from qrot.cli.gate import exit_by, print_gate
 from qrot.cli.look import print_comparison
 from qrot.errors import InputError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from qrot.run.config import RunConfig
 
-_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png", ".html")
+_SHOWN = (".yaml", ".json", ".jsonl", ".safetensors", ".png", ".html", ".xml")
 
 
 class _Launch(NamedTuple):
@@ -62,7 +63,8 @@ def run(
 ) -> None:
     """Measure a model at one scheme by several methods, learned rotations among them.
 
-    A run that was interrupted goes on where it stopped; a sweep skips what is done.
+    A run that was interrupted goes on where it stopped; a sweep skips what is done. Exits with 3
+    where the network that is kept is above a limit of the run's gate.
     """
     from qrot.run.read import find_config
 
@@ -78,14 +80,11 @@ def run(
 
 def _run(name: str, file: Path, overrides: list[str]) -> None:
     """One run of a configuration that the command line has this name for."""
-    import logging
-
     from rich.console import Console
 
     from qrot.run.read import PRESETS, applied, read_config
 
-    # Orbax logs the traceback of what it raises as well.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    quieten()
     console, settings = Console(markup=False), read_config(file, overrides)
     if file.parent == PRESETS:
         console.print(f"{name}, with these settings:", applied(settings), sep="\n")
@@ -95,9 +94,35 @@ def _run(name: str, file: Path, overrides: list[str]) -> None:
     except KeyboardInterrupt:
         print(f"stopped; run again to go on from {folder}", file=sys.stderr)
         raise typer.Exit(130) from None
+    show(results, folder, console, gated=settings.gate is not None)
+
+
+def quieten() -> None:
+    """Keep Orbax from logging the traceback of what it raises as well."""
+    import logging
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+def show(results: dict[str, Any], folder: Path, console: Console, *, gated: bool) -> None:
+    """Print what a run has measured and which files it has written; exit by its gate.
+
+    Args:
+        results: the contents of results.json.
+        folder: of the run.
+        console: to print to.
+        gated: whether the run has a gate.
+    """
+    from qrot.run.results import GATE, read_gate
+
     _show(results, console)
+    gate = read_gate(folder / GATE) if gated else None
+    if gate is not None:
+        print_gate(gate, console)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in _SHOWN)
     console.print(f"{folder}: {', '.join(files)}", highlight=False)
+    if gate is not None:
+        exit_by(gate)
 
 
 def run_and_report(config: RunConfig, console: Console) -> dict[str, Any]:

@@ -33,6 +33,13 @@ def divergence(
         exact: logits of p.
         logits: of q, in whose dtype it is computed, at least in float32.
     """
+    return token_divergence(exact, logits).mean()
+
+
+def token_divergence(
+    exact: Float[Array, "*batch vocab"], logits: Float[Array, "*batch vocab"]
+) -> Float[Array, "*batch"]:
+    """Kullback-Leibler divergence KL(p || q) in nats at each position; see `divergence`."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     log_p, log_q = (jax.nn.log_softmax(x.astype(wide), axis=-1) for x in (exact, logits))
-    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)

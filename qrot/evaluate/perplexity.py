@@ -6,8 +6,9 @@ what stride, BOS or not. Two numbers are comparable only if all of it is equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,17 +113,48 @@ def mean_nll(
         batch: rows that run at once, at most all of them; the last batch is filled up.
         advance: called with the rows of each batch that is done.
     """
+    total, scored = 0.0, 0
+
+    def nll_of(tokens: Int[Array, "batch length"]) -> Float[Array, "batch length-1"]:
+        return _token_nll(logits_of(tokens), tokens)
+
+    for nll in scored_tokens(nll_of, rows, windows, batch=batch, advance=advance):
+        total, scored = total + nll.sum(), scored + len(nll)
+    return total / scored
+
+
+def scored_tokens(
+    values_of: Callable[[Int[Array, "batch length"]], Any],
+    rows: Int[np.ndarray, "count length"],
+    windows: Windows,
+    *,
+    batch: int = 2,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Iterator[Any]:
+    """What there is to say of each token that is scored, window by window.
+
+    Args:
+        values_of: of a batch of rows: an array [batch, length - 1] with a number for each token but
+            the first, or a tree of such arrays.
+        rows: tokens of the windows, from `cut_windows`.
+        windows: how they were cut.
+        batch: rows that run at once, at most all of them; the last batch is filled up.
+        advance: called with the rows of each batch that is done.
+
+    Yields:
+        For each window the same tree of arrays [tokens that are scored], in float64 on the host.
+    """
     scored_before = max(0, rows.shape[1] - 1 - windows.stride) if windows.stride else 0
-    total, scored, batch = 0.0, 0, min(batch, len(rows))
+    batch = min(batch, len(rows))
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         padded = jnp.asarray(np.concatenate([part, np.repeat(part[-1:], batch - len(part), 0)]))
-        nll = np.asarray(_token_nll(logits_of(padded), padded), np.float64)[: len(part)]
-        for i, row in enumerate(nll, start):
-            row = row[scored_before if i else 0 :]  # what overlaps was scored in the window before
-            total, scored = total + row.sum(), scored + len(row)
+        values = jax.tree.map(lambda x: np.asarray(x, np.float64), values_of(padded))
+        for i in range(len(part)):
+            # What overlaps was scored in the window before.
+            own = i, slice(scored_before if start + i else 0, None)
+            yield jax.tree.map(lambda x, own=own: x[own], values)
         advance(len(part))
-    return total / scored
 
 
 _token_nll = jax.jit(token_nll)

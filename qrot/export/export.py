@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 import qrot
 from qrot.errors import InputError
@@ -18,7 +22,9 @@ from qrot.files.plain import shown
 from qrot.files.whole import whole_folder
 from qrot.progress import Stages
 from qrot.records import check_name
+from qrot.scheme import Scheme
 
+CARD = "qrot.json"  # in every export: what it is of, for programs
 _NAMED = 20  # of the files that are not copied
 # Of perplexities, or three standard errors where the noise of float32 decides between two levels:
 # at 4 bits a change of 1e-6 in the embedding is another network, token by token.
@@ -65,8 +71,11 @@ def export(
         content = build(source, plan, options.weights, stages)
         with stages.stage(f"writing {name}", layers, seconds=0.2 * layers) as advance:
             form.write(folder, source, plan, content, advance)
-        readme = _readme(source, name, (*said, *_left(source, folder), *_mismatch(source)))
+        more = (*_left(source, folder), *_mismatch(source), *_gate(source))
+        readme = _readme(source, name, (*said, *more))
         (folder / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
+        card = json.dumps(_card(source, name, plan), indent=2)
+        (folder / CARD).write_text(card + "\n", encoding="utf-8")
         proof = _verify(folder, source, form, plan, content, stages) if check else None
     return said, proof
 
@@ -109,6 +118,37 @@ def _mismatch(source: Source) -> list[str]:
     """That the weights are others than those that it was fitted to, where that was allowed."""
     said = source.about.get("mismatch")
     return [f"Made with --allow-mismatch: {said}."] if said else []
+
+
+def _gate(source: Source) -> list[str]:
+    """What the gate of the run has found, where it had one."""
+    gate = source.about.get("gate")
+    if gate is None:
+        return []
+    if gate["ungated"]:
+        return [f"Exported with --ungated: {gate['reason']}."]
+    kept = [
+        f"{x['name']} {x['value']:.4g} on {x['text']}, at most {x['limit']:.4g}"
+        for x in gate["limits"]
+    ]
+    return [f"{gate['row']} passed the gate of its run: {'; '.join(kept)}."]
+
+
+def _card(source: Source, name: str, plan: Plan) -> dict[str, Any]:
+    """What the folder says of itself to programs: whose weights it holds, and how they came."""
+    about, opened = source.about, source.opened
+    known = ("row", "method", "seed", "merge", "mismatch", "gate")
+    return {
+        "qrot": qrot.__version__,
+        "format": name,
+        "model": about["model"],
+        "digest": about["digest"],
+        "fingerprint": opened.identity.fingerprint.total,
+        "revision": opened.revision,
+        "scheme": TypeAdapter(Scheme).dump_python(plan.scheme, mode="json"),
+        "left_out": plan.lost,
+        **{key: about[key] for key in known if about.get(key) is not None},
+    }
 
 
 def _readme(source: Source, name: str, said: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from qrot.errors import InputError, located
 from qrot.evaluate.perplexity import spread_windows
 from qrot.files.own import strictly
 from qrot.files.plain import read_yaml, readable, short
+from qrot.model.adapter.source import Merge
 from qrot.model.io.load import Opened, open_model
 from qrot.model.io.tokenizer import encode
 from qrot.model.params import Network
@@ -41,6 +42,7 @@ class Source:
         opened: the model.
         network: as it was judged, its weights rounded; None where it was not kept.
         transform: what was fitted; None where only the network was kept.
+        rotations: the file of it; None where there is none.
         scheme: that it was judged at.
         about: what its files say of it, and as `file` where it was.
     """
@@ -48,6 +50,7 @@ class Source:
     opened: Opened
     network: Network | None
     transform: Transform | None
+    rotations: Path | None
     scheme: Scheme
     about: dict[str, Any]
 
@@ -57,7 +60,7 @@ def open_source(
     *,
     model: str | None = None,
     row: str | None = None,
-    allow_mismatch: bool = False,
+    allow_mismatch: bool | None = None,
 ) -> Source:
     """Open a run folder, a rotation file or a kept network, and the model that it names.
 
@@ -66,7 +69,7 @@ def open_source(
         model: where that model is now, if no longer under its name.
         row: of a run's results, by its name or that of its file; the kept one if None.
         allow_mismatch: whether another model than the one that they were fitted to is taken, which
-            `about` says as `mismatch`.
+            `about` says as `mismatch`; None where the caller has no option for it.
 
     Raises:
         InputError: where there is nothing to export or several things, and where the model is not
@@ -84,16 +87,33 @@ def open_source(
     if kept is not None:
         about |= read_about(kept)
     file = kept or fitted or path
-    opened = open_model(model or fitted_to(file, about)[0])
-    about["mismatch"] = check_model(file, about, opened.identity, allow=allow_mismatch)
+    opened = open_model(model or model_of(file, about))
+    # One that was there already stays: a network that was kept from others' rotations.
+    mismatch = check_model(file, about, opened.identity, allow=allow_mismatch)
+    about |= {"mismatch": mismatch} if mismatch else {}
     about["file"] = str(file)
     transform = None
     if fitted is not None:
         transform = load_rotations(fitted, sizes=opened.config)[0]
     if kept is None:
-        return Source(opened, None, transform, _read(Scheme, about.get("scheme", {}), file), about)
+        scheme = _read(Scheme, about.get("scheme", {}), file)
+        return Source(opened, None, transform, fitted, scheme, about)
     network = load_network(kept, opened.config)[0]
-    return Source(opened, network, transform, network.scheme, about)
+    return Source(opened, network, transform, fitted, network.scheme, about)
+
+
+def model_of(file: Path, about: Mapping[str, Any]) -> str | Merge:
+    """The model that a file was fitted to, as `qrot.model.io.load.load` takes it.
+
+    Args:
+        file: a rotation file or a kept network.
+        about: its metadata.
+
+    Raises:
+        InputError: where it does not say.
+    """
+    name = fitted_to(file, about)[0]
+    return name if about.get("merge") is None else _read(Merge, about["merge"], file)
 
 
 def _read(kind: type[T], settings: Any, where: object) -> T:

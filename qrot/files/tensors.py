@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,12 +121,12 @@ def _open_tensor(name: str, entry: dict[str, Any], memory: mmap.mmap, start: int
         raise InputError(f"{short(name)} has {len(shape)} axes")
     at = start + entry["data_offsets"][0]
     array = np.frombuffer(memory, _DTYPES[kind], math.prod(shape), at).reshape(shape)
+    return Tensor(shape, array.dtype, partial(_rows, memory, array))
 
-    def rows(first: int, last: int) -> np.ndarray:
-        release(memory)
-        return array[first:last] if shape else array
 
-    return Tensor(shape, array.dtype, rows)
+def _rows(memory: mmap.mmap, array: np.ndarray, first: int, last: int) -> np.ndarray:
+    release(memory)
+    return array[first:last] if array.shape else array
 
 
 def write_tensors(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from orbax.checkpoint import v1 as ocp
 
 from qrot.errors import InputError
@@ -59,6 +59,7 @@ def belonging(
     settings: Learn,
     sites: RotationSites,
     seed: int,
+    given: Transform | None = None,
 ) -> str:
     """A hash of all that a checkpoint depends on; of the network scheme and shapes alone.
 
@@ -68,8 +69,9 @@ def belonging(
         settings: of learning.
         sites: that are rotated.
         seed: of the run.
+        given: what learning starts with, where it is given.
     """
-    about = {
+    about: dict[str, Any] = {
         "settings": asdict(settings),
         "scheme": asdict(network.scheme),
         "sites": asdict(sites),
@@ -77,7 +79,13 @@ def belonging(
         "shapes": _shapes(network.params),
         "text": hashlib.sha256(np.ascontiguousarray(tokens, np.int64).tobytes()).hexdigest(),
     }
+    if given is not None:
+        about["given"] = {name: _digest(x) for name, x in named_arrays(given).items()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(x: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:

@@ -22,6 +22,7 @@ from qrot.learn.objectives import OBJECTIVES
 from qrot.learn.settings import Learn, rate_at, total_steps
 from qrot.learn.starting_point import (
     check_start,
+    given_start,
     no_shifts,
     settings_of_start,
     starting_point,
@@ -49,6 +50,7 @@ class _Run(NamedTuple):
     sites: RotationSites
     seed: int
     folder: Path
+    given: Transform | None
 
 
 def learn(
@@ -59,6 +61,7 @@ def learn(
     sites: RotationSites,
     seed: int,
     folder: Path,
+    given: Transform | None = None,
     progress: Progress = lambda step, steps, metrics: None,
 ) -> Transform:
     """Learn a transform of a network from calibration tokens; the best by held-out loss.
@@ -74,18 +77,19 @@ def learn(
         sites: that are rotated.
         seed: of all that is drawn.
         folder: that is written to.
+        given: what it starts with, for a start that is given; its shifts are measured anew.
         progress: called with (steps done, steps in all, metrics of the step).
 
     Raises:
-        InputError: where the text is too short, the start does not go with the sites, or the
-            checkpoints in the folder are of something else.
+        InputError: where the text is too short, the start does not go with the sites or the
+            settings, or the checkpoints in the folder are of something else.
     """
     check_start(settings, sites)
     text = split_text(tokens, settings)
-    key = belonging(network, tokens, settings, sites, seed)
+    key = belonging(network, tokens, settings, sites, seed, given)
     scheme = training_scheme(network, settings, sites, seed)
     network = _in_training(network, settings).replace(scheme=scheme)
-    run = _Run(network, tokens, text, settings, sites, seed, folder)
+    run = _Run(network, tokens, text, settings, sites, seed, folder, given)
     metrics_file = folder / "metrics.jsonl"
     before = total_steps(settings) - settings.steps
     with checkpoints(folder / "checkpoint", key) as saved:
@@ -172,8 +176,11 @@ def _start(
             sites=sites,
             seed=run.seed,
             folder=folder,
+            given=run.given,
             progress=lambda step, _, metrics: progress(step, steps, metrics),
         )
+    if STARTS[settings.start].given:
+        return given_start(run.given, _any_start(run), means)
     more = [int(stream(run.seed, "draws", i).integers(2**31)) for i in range(1, settings.draws)]
     draws = [
         starting_point(network, settings, sites, seed, means, captured)
@@ -206,11 +213,13 @@ def _first_state(start: Transform, settings: Learn, loss: float) -> State:
 
 def _any_state(run: _Run) -> State:
     """A state with the structure and shapes of all states of the run."""
-    # Any start has them; a random one costs nothing.
+    return _first_state(_any_start(run), run.settings, 0.0)
+
+
+def _any_start(run: _Run) -> Transform:
+    """A start with the structure and shapes of all starts; a random one costs nothing."""
     plain = replace(run.settings, start=HADAMARD.name, draws=1)
-    means = no_shifts(run.network.config)
-    start = starting_point(run.network, plain, run.sites, run.seed, means)
-    return _first_state(start, run.settings, 0.0)
+    return starting_point(run.network, plain, run.sites, run.seed, no_shifts(run.network.config))
 
 
 def _step(

@@ -39,6 +39,7 @@ class Start(NamedTuple):
             one whole matrix.
         gradients: whether that needs captured derivatives.
         learned: the steps that make it; None for none.
+        given: whether it is what another run has fitted, which the caller of `learn` hands over.
     """
 
     name: str
@@ -47,3 +48,4 @@ class Start(NamedTuple):
     directions: Directions | None = None
     gradients: bool = False
     learned: LearnedFirst | None = None
+    given: bool = False

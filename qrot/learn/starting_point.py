@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from qrot.calibrate.capture import Captured
 from qrot.errors import InputError
 from qrot.hadamard.factors import hadamard_dense
+from qrot.learn.named import named_arrays, with_arrays
 from qrot.learn.settings import Learn
 from qrot.learn.starts import STARTS
 from qrot.model.config import ModelConfig
@@ -94,6 +95,35 @@ def starting_point(
         dict(means) if settings.shifts else {},
         _clips(network) if settings.clips else {},
     )
+
+
+def given_start(given: Transform | None, like: Transform, means: Mapping[str, Array]) -> Transform:
+    """What another run has fitted, as a start: with the means of this network's sites.
+
+    Args:
+        given: by that run.
+        like: a start of the structure and shapes that the settings ask for.
+        means: of the inputs of the sites; {} where there are to be no shifts.
+
+    Raises:
+        InputError: where it is of another structure, or of other shapes.
+    """
+    assert given is not None
+    start = given.replace(shifts=dict(means))
+    theirs, wanted = (
+        {name: x.shape for name, x in named_arrays(t.replace(shifts={})).items()}
+        for t in (start, like)
+    )
+    for name in sorted(theirs.keys() ^ wanted.keys()):
+        what = "has" if name in theirs else "lacks"
+        raise InputError(f"learn.start: what was saved {what} {name}, unlike what is to be learned")
+    for name, shape in wanted.items():
+        if theirs[name] != shape:
+            raise InputError(
+                f"learn.start: {name} was saved with shape {list(theirs[name])}, and {list(shape)} "
+                "is to be learned"
+            )
+    return with_arrays(like.replace(shifts=start.shifts), named_arrays(start))
 
 
 def check_start(settings: Learn, sites: RotationSites) -> None:

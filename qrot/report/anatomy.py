@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from qrot.report import page
 from qrot.report.curves import by_layer
 from qrot.report.heatmap import heat, scale_bar
+from qrot.report.svg import Number
 from qrot.sites import SITES
 
 
@@ -48,7 +51,7 @@ def anatomy_sections(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _title(place: str) -> str:
+def place_name(place: str) -> str:
     """A site in words, or the residual stream, which is none."""
     site = SITES.get(place)
     if site is None:
@@ -71,31 +74,54 @@ def _panels(found: dict[str, Any], figure: str, unit: str) -> str:
     ]
     if not limits:
         return ""
-    return page.panels(by_layer(_title(n), site, unit, limits) for n, site in series.items())
+    return page.panels(by_layer(place_name(n), site, unit, limits) for n, site in series.items())
 
 
 def _activation(found: dict[str, Any]) -> list[str]:
     one = found["activation"]
-    pictures = {when: np.array(one[when], float) for when in ("before", "after") if when in one}
-    every = np.concatenate([cells.ravel() for cells in pictures.values()])
-    top = float(every.max())
-    if not (math.isfinite(top) and top > 0):
-        return []
-    # A few cells of a hundred, first tokens above all, would take most of the colours.
-    low, high = np.quantile(every, [0.02, 0.98])
-    limits = (max(float(f"{low:.2g}"), 1e-4 * top), max(float(f"{high:.2g}"), 1e-4 * top))
-    size = (found["tokens"], one["channels"])
     names = {"before": "Before", "after": f"After: {found['after']}"}
-    drawn = [
-        f"<div><h3>{page.escape(names[when])}</h3>"
-        + heat(cells, limits, title=names[when], size=size, loud=one["loud"] * (when == "before"))
-        + "</div>"
-        for when, cells in pictures.items()
-    ]
+    pictures = {names[w]: np.array(one[w], float) for w in ("before", "after") if w in one}
     caption = (
         f"Residual stream, {one['place']}, where the largest value of all layers is: tokens down, "
         "channels across, each cell the largest |x| of those that it stands for. Above: channels "
         "of the largest values, and what these are."
     )
+    size = (found["tokens"], one["channels"])
+    return [heat_pictures(pictures, size, caption, loud={names["before"]: one["loud"]})]
+
+
+def heat_pictures(
+    pictures: Mapping[str, Float[np.ndarray, "down channels"]],
+    size: tuple[int, int],
+    caption: str,
+    *,
+    down: str = "tokens",
+    loud: Mapping[str, Sequence[Sequence[Number]]] | None = None,
+) -> str:
+    """Pictures of |x| side by side on one scale of colours.
+
+    Args:
+        pictures: by title, cells, each the largest |x| of what it stands for.
+        size: what goes down, and channels, that the cells stand for.
+        caption: of all of them.
+        down: what goes down, in the plural.
+        loud: by title, channels to name, and their largest |x|.
+
+    Returns:
+        The figure as HTML; nothing where no value can be drawn.
+    """
+    every = np.concatenate([cells.ravel() for cells in pictures.values()])
+    top = float(every.max())
+    if not (math.isfinite(top) and top > 0):
+        return ""
+    # A few cells of a hundred, first tokens above all, would take most of the colours.
+    low, high = np.quantile(every, [0.02, 0.98])
+    limits = (max(float(f"{low:.2g}"), 1e-4 * top), max(float(f"{high:.2g}"), 1e-4 * top))
+    drawn = [
+        f"<div><h3>{page.escape(title)}</h3>"
+        + heat(cells, limits, title=title, size=size, down=down, loud=(loud or {}).get(title, ()))
+        + "</div>"
+        for title, cells in pictures.items()
+    ]
     ramp = f'<div class="ramp">{scale_bar(limits)}</div>'
-    return [page.figure(page.panels(drawn, "pictures") + ramp, caption)]
+    return page.figure(page.panels(drawn, "pictures") + ramp, caption)

@@ -1,4 +1,4 @@
-"""Activations as a picture: tokens down, channels across."""
+"""Activations as a picture: tokens or layers down, channels across."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ WIDTH, LEFT, TOP, HEIGHT = 400, 30, 22, 190
 
 
 def heat(
-    cells: Float[np.ndarray, "tokens channels"],
+    cells: Float[np.ndarray, "down channels"],
     limits: tuple[Number, Number],
     *,
     title: str,
     size: tuple[int, int],
+    down: str = "tokens",
     loud: Sequence[Sequence[Number]] = (),
 ) -> str:
     """|x| on a logarithmic scale of colours.
@@ -30,7 +31,8 @@ def heat(
         cells: |x|, each the largest of what it stands for.
         limits: the ends of the scale: so much or less, so much or more.
         title: of the picture, for those who do not see it.
-        size: tokens and channels that the cells stand for.
+        size: what goes down, and channels, that the cells stand for.
+        down: what goes down, in the plural.
         loud: channels to name, and their largest |x|.
 
     Returns:
@@ -39,13 +41,13 @@ def heat(
     low, high = np.log(limits)
     share = (np.log(np.maximum(cells, limits[0])) - low) / max(high - low, 1e-9)
     indices = np.clip(np.rint(share * 255), 0, 255).astype(np.uint8)
-    tokens, channels = size
+    count, channels = size
     picture = base64.b64encode(_png(indices, _palette())).decode()
     parts = [
         f'<image x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT}" height="{HEIGHT}" '
         f'preserveAspectRatio="none" class="cells" href="data:image/png;base64,{picture}"/>',
         words(LEFT - 5, TOP + 10, "0", "tick", "end"),
-        words(LEFT - 5, TOP + HEIGHT, str(tokens - 1), "tick", "end"),
+        words(LEFT - 5, TOP + HEIGHT, str(count - 1), "tick", "end"),
         words(LEFT, TOP + HEIGHT + 15, "channel 0", "tick"),
         words(WIDTH, TOP + HEIGHT + 15, str(channels - 1), "tick", "end"),
     ]
@@ -58,7 +60,7 @@ def heat(
             parts.append(words(min(max(x, LEFT + half), WIDTH - half), 11, text, "tick", "middle"))
             parts.append(f'<path class="mark" d="M{x:.4g} {TOP - 7}v5"/>')
             last.append(x)
-    label = f"{title}: {tokens} tokens by {channels} channels, largest {number(float(cells.max()))}"
+    label = f"{title}: {count} {down} by {channels} channels, largest {number(float(cells.max()))}"
     return svg(WIDTH, TOP + HEIGHT + 20, label, parts)
 
 

@@ -67,6 +67,11 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
+def verdict(passed: bool, text: str) -> str:
+    """A line that says at a glance how something ended."""
+    return f'<p class="verdict {"passed" if passed else "failed"}">{escape(text)}</p>'
+
+
 def figure(drawing: str, caption: str = "") -> str:
     """A picture and what to see in it."""
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""

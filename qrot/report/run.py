@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +14,22 @@ from qrot.report import page
 from qrot.report.anatomy import anatomy_sections
 from qrot.report.bars import Bar, caption, perplexity, seconds
 from qrot.report.curves import learning
+from qrot.report.gate import gate_section
+from qrot.report.refresh import refresh_section
 from qrot.report.results import bits, cells, columns, notes, scheme_name, spread, title
 from qrot.report.svg import both
 from qrot.report.tables import by_method, is_learned
 from qrot.run.results import (
     ANATOMY,
     FULL_PRECISION,
+    GATE,
     METRICS,
+    REFRESH,
     RESULTS,
     learned_file,
     read_anatomy,
+    read_gate,
+    read_refresh,
     read_results,
     row_name,
 )
@@ -63,11 +70,16 @@ def write_report(folder: Path) -> None:
     learned = histories(folder, results)
     for history in learned:
         _plot(history, page.model_name(results["protocol"]))
-    anatomy = read_anatomy(folder / ANATOMY)
+    anatomy, gate = read_anatomy(folder / ANATOMY), read_gate(folder / GATE)
+    refresh = read_refresh(folder / REFRESH)
+    verdicts = [
+        gate_section(gate) if gate is not None else "",
+        refresh_section(refresh) if refresh is not None else "",
+    ]
     config = folder / "config.yaml"
     with readable(config):
         settings = read_bytes(config, MOST_YAML).decode()
-    write_text(folder / FILE, report(results, learned, anatomy, settings))
+    write_text(folder / FILE, report(results, learned, anatomy, settings, verdicts))
 
 
 def histories(folder: Path, results: dict[str, Any]) -> list[History]:
@@ -105,6 +117,7 @@ def report(
     learned: list[History],
     anatomy: dict[str, Any] | None,
     settings: str,
+    verdicts: Sequence[str] = (),
 ) -> str:
     """The page; what is not there is left out.
 
@@ -113,6 +126,7 @@ def report(
         learned: see `histories`.
         anatomy: the contents of anatomy.json, or None.
         settings: the text of config.yaml.
+        verdicts: sections that go before all others, as HTML.
 
     Returns:
         The page as HTML.
@@ -122,6 +136,7 @@ def report(
     names = columns(rows)
     parts = [
         page.figures_of(_figures_of(rows)),
+        *verdicts,
         page.section(
             "Results",
             page.table(names, cells(rows), ("method",)),

@@ -21,7 +21,8 @@ class About:
     """The kinds of what is read from such files again; what else they say is passed on as it is.
 
     Attributes:
-        model: its name, as `load` takes it.
+        model: its name, as `load` takes it where nothing is merged.
+        merge: what is merged, a base model and adapters.
         digest: of its files.
         fingerprint: of its weights.
         revision: of the hub.
@@ -40,6 +41,7 @@ class About:
     __pydantic_config__ = {"extra": "ignore"}  # noqa: RUF012
 
     model: str = ""
+    merge: Section | None = None
     digest: str = ""
     fingerprint: Section | None = None
     revision: str = ""
@@ -75,7 +77,7 @@ def fitted_to(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_model(
-    path: Path, metadata: Mapping[str, Any], identity: Identity, *, allow: bool = False
+    path: Path, metadata: Mapping[str, Any], identity: Identity, *, allow: bool | None = None
 ) -> str | None:
     """Compare the model that a file was fitted to with the one that it meets.
 
@@ -83,7 +85,7 @@ def check_model(
         path: of the file.
         metadata: of it. Files of qrot 0.2 and before know their model by its files alone.
         identity: of the model that it meets.
-        allow: whether another one is a warning only.
+        allow: whether another one is a warning only; None where there is no way to ask for that.
 
     Returns:
         How they differ, in a sentence; None where they are the same.
@@ -103,7 +105,8 @@ def check_model(
         return None
     said = f"{path}: fitted to {shown(model)}, not to this model ({where})"
     if not allow:
-        raise InputError(f"{said}; --allow-mismatch, or allow_mismatch in a config, puts it there")
+        way = "; --allow-mismatch, or allow_mismatch in a config, puts it there"
+        raise InputError(said if allow is None else said + way)
     warnings.warn(
         f"{said}: nothing says that it is any good there, judge what comes out", stacklevel=2
     )

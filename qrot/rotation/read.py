@@ -30,7 +30,14 @@ _ROTATIONS = {Transform: ROTATIONS, Online: ONLINE}
 _AXES = {"signs": 1, "blocks": 3}  # of a part, its stack not counted; 2 for all others
 
 
-def acting_from(arrays: Arrays, forms: Any, kind: type[T], sizes: Sizes | None = None) -> T:
+def acting_from(
+    arrays: Arrays,
+    forms: Any,
+    kind: type[T],
+    sizes: Sizes | None = None,
+    *,
+    factors: bool = True,
+) -> T:
     """What `qrot.rotation.store.acting_tensors` has taken apart.
 
     Args:
@@ -39,11 +46,13 @@ def acting_from(arrays: Arrays, forms: Any, kind: type[T], sizes: Sizes | None =
         kind: of what acts, `Transform` or `Online`.
         sizes: of the network that it is put on; None where that is not known, which leaves it to
             `fuse` to compare shapes.
+        factors: whether Hadamard rotations must come with their factors. Those of format 2 do not;
+            the qrot that wrote it had the matrices of this one.
 
     Raises:
         InputError: where a name, a shape, a dtype or a number is not what it has to be (see
             `check_fit` and `checked`), or a Hadamard rotation was made with other matrices than
-            this qrot has.
+            this qrot has, or does not say with which.
     """
     beside: dict[str, Any] = {tree: {} for tree in vars(kind()) if tree != "rotations"}
     parts: dict[str, dict[str, np.ndarray]] = {}
@@ -67,7 +76,7 @@ def acting_from(arrays: Arrays, forms: Any, kind: type[T], sizes: Sizes | None =
         check_fit(trees, sizes)
     trees = checked(trees)
     for name, own in parts.items():
-        _check_factors(name, trees["rotations"][name], own)
+        _check_factors(name, trees["rotations"][name], own, needed=factors)
     return kind(**jax.tree.map(jnp.asarray, trees))
 
 
@@ -146,11 +155,13 @@ def _is_factor(part: str) -> bool:
     return part.startswith("factor")
 
 
-def _check_factors(name: str, rotation: Rotation, parts: Arrays) -> None:
+def _check_factors(name: str, rotation: Rotation, parts: Arrays, *, needed: bool) -> None:
     """Raise InputError where a Hadamard rotation was made with other matrices than this qrot's."""
     stored = {part: x for part, x in parts.items() if _is_factor(part)}
-    if not stored or not isinstance(rotation, Hadamard):  # format 2 has none
+    if not isinstance(rotation, Hadamard) or not (stored or needed):
         return
+    if not stored:
+        raise InputError(f"{name} comes without the factors of its Hadamard matrix")
     ours = [*factors_of(rotation).values()]
     theirs = [x for i in range(len(stored)) for x in [stored.get(f"factor{i}")] if x is not None]
     size = math.prod(len(x) for x in ours)

@@ -24,7 +24,8 @@ from qrot.sites import Sizes
 FORMAT = "qrot rotations 4"
 # 3: a matrix has no name of its own, and its number of axes says what it is. 2: the same without
 # the factors of Hadamard matrices.
-_OLDER = ("qrot rotations 3", "qrot rotations 2")
+_WITHOUT_FACTORS = "qrot rotations 2"
+_OLDER = ("qrot rotations 3", _WITHOUT_FACTORS)
 _OWN = ("format", "forms", "blocks")  # of the header, beside what metadata it has
 
 
@@ -77,7 +78,7 @@ def load_rotations(
     *,
     sizes: Sizes | None = None,
     identity: Identity | None = None,
-    allow_mismatch: bool = False,
+    allow_mismatch: bool | None = None,
     weight_bits: int | None = None,
 ) -> tuple[Transform, dict[str, Any]]:
     """Read what `save_rotations` wrote, and its metadata.
@@ -87,7 +88,7 @@ def load_rotations(
         sizes: of the model to be rotated; None not to compare shapes with it, which `fuse` does.
         identity: of the model to be rotated; None not to compare it.
         allow_mismatch: whether another model than that is a warning only, which the metadata then
-            has as `mismatch`.
+            has as `mismatch`; None where the caller has no option for it.
         weight_bits: that rotations are to have been learned for: those of the weights, or 16 where
             a method rounds them that makes up for its errors. Warns where they were learned for
             others; None not to.
@@ -109,7 +110,8 @@ def load_rotations(
     with located(path):
         if header["format"] in _OLDER:
             arrays, forms = translated(arrays, header.get("blocks"))
-        transform = acting_from(arrays, forms, Transform, sizes)
+        needed = header["format"] != _WITHOUT_FACTORS
+        transform = acting_from(arrays, forms, Transform, sizes, factors=needed)
     trained = metadata.get("trained_weight_bits")
     if trained is not None and weight_bits is not None:
         warn_of_weights(path, trained, weight_bits)

@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 import qrot
+from qrot.identity import Identity
+from qrot.model.adapter.source import Merge
 from qrot.rotation.store import load_rotations, save_rotations
 from qrot.rotation.transform import Transform
 from qrot.run.config import resolved
@@ -30,17 +32,13 @@ def about(
         scheme: that it was built for; that of the run if None.
 
     Returns:
-        Model (name, digest, fingerprint, revision of the hub), row, method, seed, scheme and grids
-        by layer, settings of what rounds the weights, the texts, and the version of qrot.
+        Model (name, adapters, digest, fingerprint, revision of the hub), row, method, seed, scheme
+        and grids by layer, settings of what rounds the weights, the texts, and the version of qrot.
     """
     config, model = inputs.config, inputs.model
     scheme = config.scheme if scheme is None else scheme
-    revision = {"revision": model.revision} if model.revision else {}
     return {
-        "model": model.name,
-        "digest": model.digest,
-        "fingerprint": asdict(model.identity.fingerprint),
-        **revision,
+        **model_metadata(config.model, model.identity, model.revision),
         "row": row_name(method, seed),
         "method": method,
         "seed": seed,
@@ -51,6 +49,23 @@ def about(
         "calibration": asdict(config.calibration),
         "text": inputs.text,
         "qrot": qrot.__version__,
+    }
+
+
+def model_metadata(model: str | Merge, identity: Identity, revision: str) -> dict[str, Any]:
+    """What a file says of its model, and by which it can be opened again, in plain values.
+
+    Args:
+        model: as a configuration has it.
+        identity: of it.
+        revision: of the hub; "" for a model from elsewhere.
+    """
+    return {
+        "model": str(model),
+        **({"merge": asdict(model)} if isinstance(model, Merge) else {}),
+        "digest": identity.of_files,
+        "fingerprint": asdict(identity.fingerprint),
+        **({"revision": revision} if revision else {}),
     }
 
 

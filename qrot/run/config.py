@@ -14,6 +14,7 @@ from qrot.evaluate.zeroshot import ZeroShot
 from qrot.files.plain import dump_yaml
 from qrot.grid import OFF
 from qrot.learn.settings import Learn
+from qrot.model.adapter.source import Merge
 from qrot.quantize.method import WeightMethod
 from qrot.quantize.mixed import Mixed, check_scheme
 from qrot.quantize.registry import WEIGHT_METHODS
@@ -21,6 +22,8 @@ from qrot.quantize.slicegpt import SliceGpt
 from qrot.quantize.smoothquant import SmoothQuant
 from qrot.records import check_count
 from qrot.rotation.random import RotationSites
+from qrot.run.limits import Gate
+from qrot.run.thresholds import Refresh
 from qrot.scheme import Scheme
 from qrot.text import Data
 
@@ -54,7 +57,8 @@ class RunConfig:
     """A run: a model put through some methods at one scheme, judged on one text.
 
     Attributes:
-        model: see `qrot.model.io.load.load`.
+        model: see `qrot.model.io.load.load`; or a section with a base model and adapters that are
+            merged into it while it is loaded.
         dtype: of the parameters.
         compute_dtype: of the arithmetic when judging.
         out: the run folder; runs/<name of the config file> where the file does not say.
@@ -67,7 +71,7 @@ class RunConfig:
         methods: what is done to the network, without changing its function, before it is rounded:
             names in `qrot.run.methods`.
         saved: a file of another run for the method `saved`: rotations, or a whole network that
-            was kept (`keep`).
+            was kept (`keep`); or rotations for `learn.start`, where that begins with such.
         allow_mismatch: whether that file may be one that was fitted to other weights than those of
             `model`; every row that it is in says so.
         seeds: of the random rotations.
@@ -89,12 +93,15 @@ class RunConfig:
         keep: the networks with rounded weights that stay in the run folder, for export, for
             generating text and for judging again: that of the best row (`network.safetensors`),
             of all rows (`networks/`), or of none.
+        gate: limits on how far the kept network may be from full precision; a run that is above one
+            of them fails. None for no gate.
+        refresh: from when on `qrot refresh` of this run learns again for other weights.
         track: what is told of the steps of learning and of the rows: names in `qrot.run.track`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    model: str = "smollm2"
+    model: str | Merge = "smollm2"
     dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
     out: str = "runs/run"
@@ -118,6 +125,8 @@ class RunConfig:
     batch: int = 2
     zeroshot: ZeroShot | None = None
     keep: Literal["best", "all", "none"] = "best"
+    gate: Gate | None = None
+    refresh: Refresh = field(default_factory=Refresh)
     track: tuple[str, ...] = ()
 
     def __post_init__(self):

@@ -30,7 +30,7 @@ class MixedRow:
     seconds: float = 0.0
 
     def __post_init__(self):
-        _check_numbers(self)
+        check_numbers(self)
         for name, bits in self.bits.items():
             if not re.fullmatch(r"\d{1,2}( \d{1,2})*", bits):
                 raise InputError(f"bits.{shown(name)}: not the bits of each layer")
@@ -71,8 +71,8 @@ class Row:
     zeroshot: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     def __post_init__(self):
-        _check_numbers(self)
-        _check_texts(self)
+        check_numbers(self)
+        check_texts(self)
         _check_scores("zeroshot", self.zeroshot)
 
 
@@ -112,7 +112,7 @@ class Results:
             raise InputError(f"rows: {len(self.rows):,} are more than {_ROWS:,}")
 
 
-def _check_numbers(section: Any) -> None:
+def check_numbers(section: Any) -> None:
     """Raise InputError where a number is none that could be measured."""
     for name, value in vars(section).items():
         if isinstance(value, float) and not abs(value) <= 1.001 * _LARGEST:
@@ -130,7 +130,7 @@ def _check_scores(key: str, tasks: dict[str, dict[str, float | None]]) -> None:
                 raise InputError(f"{where}: {score} is no score")
 
 
-def _check_texts(section: Any) -> None:
+def check_texts(section: Any) -> None:
     """Raise InputError where a text is none that a terminal should be given."""
     for name, value in vars(section).items():
         if isinstance(value, str) and not value.isprintable():
@@ -147,8 +147,8 @@ class Panel:
     after: tuple[float, ...] = ()
 
     def __post_init__(self):
-        _check_sizes("before", self.before)
-        _check_sizes("after", self.after)
+        check_sizes("before", self.before)
+        check_sizes("after", self.after)
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,13 @@ class Activation:
     after: tuple[tuple[float, ...], ...] = ((0.0,),)
 
     def __post_init__(self):
-        _check_texts(self)
-        _check_sizes("loud", [value for _, value in self.loud])
-        if not 0 < self.channels < 1e9:
-            raise InputError(f"channels: there are no {self.channels} channels")
+        check_texts(self)
+        check_sizes("loud", [value for _, value in self.loud])
+        check_channels(self.channels)
         if not all(0 <= channel < self.channels for channel, _ in self.loud):
             raise InputError(f"loud: a channel is none of the {self.channels}")
         for name in ("before", "after"):
-            cells = getattr(self, name)
-            if len({len(line) for line in cells}) != 1 or not cells[0]:
-                raise InputError(f"{name}: expected lines of cells, all as long")
-            for line in cells:
-                _check_sizes(name, line)
+            check_cells(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -194,10 +189,25 @@ class Anatomy:
     activation: Activation
 
     def __post_init__(self):
-        _check_texts(self)
+        check_texts(self)
 
 
-def _check_sizes(name: str, values: Sequence[float]) -> None:
+def check_channels(channels: int) -> None:
+    """Raise InputError where no activation has as many channels."""
+    if not 0 < channels < 1e9:
+        raise InputError(f"channels: there are no {channels} channels")
+
+
+def check_cells(name: str, cells: Sequence[Sequence[float]]) -> None:
+    """Raise InputError where a picture is none of lines of cells."""
+    if len({len(line) for line in cells}) != 1 or not cells[0]:
+        raise InputError(f"{name}: expected lines of cells, all as long")
+    for line in cells:
+        check_sizes(name, line)
+
+
+def check_sizes(name: str, values: Sequence[float]) -> None:
+    """Raise InputError where a number is no size, for a picture or a table."""
     if any(value < 0 or 1e300 < value < math.inf for value in values):
         raise InputError(f"{name}: a number is negative, or too large")
 

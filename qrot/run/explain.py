@@ -121,11 +121,14 @@ def _sections(
 
 
 def _sentence(kind: Any, errors: list[Any], settings: Any) -> str:
-    """The first error as a sentence; an unknown key goes before a wrong type."""
-    errors = sorted(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
+    """The first error as a sentence; an unknown key goes before a wrong type, and what is wrong
+    within a section before that it is none of the other things that could stand there."""
+    errors = sorted(
+        errors, key=lambda e: (e["type"] != "unexpected_keyword_argument", _is_other_branch(e))
+    )
     path, value = [], settings
     for part in errors[0]["loc"]:
-        kind = _section(kind, value)
+        union, kind = kind, _section(kind, value)
         if part in (getattr(kind, "__name__", None), _tag(kind)):
             continue  # names a branch of a union
         if is_dataclass(kind) and isinstance(value, dict):
@@ -139,12 +142,18 @@ def _sentence(kind: Any, errors: list[Any], settings: Any) -> str:
             kinds = get_args(kind)
             kind = kinds[0] if Ellipsis in kinds else kinds[part]
         else:
+            kind = union
             break  # the part names a branch of a union, not a key
         path.append(shown(str(part)))
         if isinstance(value, dict) and part not in value:
             return f"{'.'.join(path)}: this key is needed"
         value = value[part]
     return _wrong_value(kind, ".".join(path), value)
+
+
+def _is_other_branch(error: Any) -> bool:
+    """Whether a section or a list was read as a text or a number, one of several possibilities."""
+    return isinstance(error["input"], dict | list) and error["loc"][-1:] in _PLAIN
 
 
 def _wrong_value(kind: Any, key: str, value: Any) -> str:
@@ -195,6 +204,9 @@ _NAMES = {
     bool: "true or false",
     NoneType: "null",
 }
+
+
+_PLAIN = tuple((kind.__name__,) for kind in (int, float, str, bool))
 
 
 def _expected(kind: Any) -> str:

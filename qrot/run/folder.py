@@ -14,10 +14,13 @@ from qrot.files.whole import check_writable
 from qrot.run.config import RunConfig, resolved
 from qrot.run.lock import LOCK, check_free
 from qrot.run.read import validate
+from qrot.run.results import ALIGNED, REFRESH
 
 _DEEPEST = 256  # folders in one another
-# The same folder may be reached by another path, looked at in another way, and keep more or less.
-_ASIDE = dict.fromkeys(("out", "track", "keep"))
+_PLACES = ("", "networks/", "seed*/")  # that a run writes files to
+# The same folder may be reached by another path, looked at in another way, keep more or less, and
+# have other limits.
+_ASIDE = dict.fromkeys(("out", "track", "keep", "gate", "refresh"))
 
 
 def check_out(folder: Path, config: RunConfig) -> None:
@@ -67,8 +70,17 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         )
 
 
+def remove_halves(folder: Path) -> None:
+    """Remove what is left of files that a killed run was writing to its folder. That folder must be
+    this run's: entered, and its own."""
+    for place in _PLACES:
+        for half in folder.glob(f"{place}*.partial"):
+            if half.is_file():  # an export beside them writes to a folder
+                half.unlink(missing_ok=True)
+
+
 def _foreign(path: Path) -> bool:
-    return path.suffix != ".partial" and path.name != LOCK
+    return path.suffix != ".partial" and path.name not in (LOCK, REFRESH, ALIGNED)
 
 
 @contextmanager
@@ -84,6 +96,5 @@ def writing(folder: Path) -> Iterator[None]:
             file, reason = folder, full
         else:
             raise
-        for half in folder.rglob("*.partial"):
-            half.unlink(missing_ok=True)
+        remove_halves(folder)
         raise InputError(f"{file}: cannot be written ({reason})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +18,13 @@ from qrot.model.params import Model, Network
 from qrot.progress import Stages, millions
 from qrot.run.config import RunConfig
 from qrot.run.track import Track
+
+
+class GateText(NamedTuple):
+    """A text that the gate is measured on: its name, and the windows of it."""
+
+    name: str
+    rows: Int[np.ndarray, "count length"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Inputs:
         folder: of the run.
         stages: told what is under way.
         tasks: to judge by as well.
+        gated: the texts that the gate is measured on, with their windows.
         track: told of steps and rows.
     """
 
@@ -47,6 +56,7 @@ class Inputs:
     folder: Path
     stages: Stages
     tasks: tuple[Task, ...] = ()
+    gated: tuple[GateText, ...] = ()
     track: Track = lambda row, step, values: None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,19 +39,13 @@ def judge(inputs: Inputs, name: str, network: Network) -> dict[str, Any]:
         InputError: where what is measured is not finite.
     """
     config = inputs.config
-    # Layers with equal grids share a scan, and the grids of the weights count no more.
-    network = network.replace(scheme=_without_weights(network.scheme))
-    logits = partial(judged_logits, network, dtype=config.compute_dtype)
+    logits = logits_of(network, config.compute_dtype)
 
     def evaluate(rows: Int[np.ndarray, "count length"], what: str) -> float:
         seconds = forward_seconds(inputs.millions, rows.size)
         with inputs.stages.stage(f"{name}: {what}", len(rows), seconds=seconds) as advance:
             nll = mean_nll(logits, rows, config.evaluate, batch=config.batch, advance=advance)
-        if not math.isfinite(nll):
-            raise InputError(
-                f"{name}: the loss is not finite; {config.compute_dtype} is too narrow for this "
-                "model, try compute_dtype=float32"
-            )
+        check_finite(nll, name, config.compute_dtype)
         return nll
 
     found = {"": evaluate(inputs.rows, "evaluating")}
@@ -62,6 +57,35 @@ def judge(inputs: Inputs, name: str, network: Network) -> dict[str, Any]:
     if inputs.tasks:
         facts["zeroshot"] = judge_tasks(inputs, name, logits)
     return facts
+
+
+def logits_of(
+    network: Network, dtype: str
+) -> Callable[[Int[Array, "batch length"]], Float[Array, "batch length vocab"]]:
+    """The compiled logits that a network is judged by, of a batch of windows.
+
+    Args:
+        network: as it is deployed: fused, its weights rounded.
+        dtype: of the arithmetic.
+    """
+    # Layers with equal grids share a scan, and the grids of the weights count no more.
+    network = network.replace(scheme=_without_weights(network.scheme))
+    return partial(judged_logits, network, dtype=dtype)
+
+
+def check_finite(nats: float, name: str, dtype: str) -> None:
+    """Raise InputError where a loss is not finite.
+
+    Args:
+        nats: the loss.
+        name: of the row that it is of.
+        dtype: of the arithmetic.
+    """
+    if not math.isfinite(nats):
+        raise InputError(
+            f"{name}: the loss is not finite; {dtype} is too narrow for this model, try "
+            "compute_dtype=float32"
+        )
 
 
 def _without_weights(scheme: Scheme) -> Scheme:

@@ -25,7 +25,8 @@ from qrot.rotation.store import load_rotations
 from qrot.rotation.transform import Transform
 from qrot.run.combinations import check_combinations
 from qrot.run.config import RunConfig
-from qrot.run.inputs import Inputs
+from qrot.run.inputs import GateText, Inputs
+from qrot.run.limits import gate_texts
 from qrot.run.methods import METHODS
 from qrot.text import Data, Texts, read_text, read_texts
 
@@ -48,10 +49,12 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
         model = _folded(load(config.model, dtype=jnp.dtype(config.dtype)))
         _ = model.identity.fingerprint  # of all that is kept; here, since it may take a while once
     with stages.stage("reading the text", seconds=2.0):
-        rows = _windows(model, texts, config.evaluate)
+        rows = _windows(model, texts.evaluation, config.evaluate)
         other_rows = None
         if other is not None:
-            other_rows = _windows(model, other, replace(config.evaluate, count=config.other_count))
+            windows = replace(config.evaluate, count=config.other_count)
+            other_rows = _windows(model, other.evaluation, windows)
+        gated = _gated(model, config, GateText(texts.name, rows))
         calibration = _calibration(model, texts, config)
         _check_fit(config, model, rows)
         expected = {name: METHODS[name].expect(config, model) for name in config.methods}
@@ -71,6 +74,7 @@ def prepare(config: RunConfig, folder: Path, stages: Stages) -> Inputs:
         folder=folder,
         stages=stages,
         tasks=tasks,
+        gated=gated,
     )
 
 
@@ -108,15 +112,30 @@ def _encode(model: Model, text: str) -> Int[np.ndarray, " tokens"]:
     return encode(model.tokenizer, text, model.network.config.vocab_size)
 
 
-def _windows(model: Model, texts: Texts, windows: Windows) -> Int[np.ndarray, "count length"]:
+def _windows(model: Model, text: str, windows: Windows) -> Int[np.ndarray, "count length"]:
     """The windows of a text to judge by."""
-    tokens = _encode(model, texts.evaluation)
+    tokens = _encode(model, text)
     return cut_windows(tokens, windows, bos_token_id=model.network.config.bos_token_id)
+
+
+def _gated(model: Model, config: RunConfig, own: GateText) -> tuple[GateText, ...]:
+    """What the gate is measured on: the texts that it names, or the run's own."""
+    if config.gate is None:
+        return ()
+    if not config.gate.texts:
+        return (own,)
+    found = []
+    for name, text in gate_texts(config.gate, config.data):
+        with located(f"gate: {name}"):
+            found.append(GateText(name, _windows(model, text, config.evaluate)))
+    return tuple(found)
 
 
 def _calibration(model: Model, texts: Texts, config: RunConfig) -> Int[np.ndarray, " tokens"]:
     """The tokens to calibrate on; none where no method does."""
     read = {METHODS[name].text for name in config.methods}
+    if config.gate is not None and config.gate.site_cost is not None:
+        read.add("learning")
     calibrates = config.calibrates or "calibration" in read
     if read == {"none"} and not calibrates and config.mixed is None:
         return np.zeros(0, np.int32)

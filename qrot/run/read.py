@@ -106,7 +106,9 @@ def _put(settings: dict[str, Any], override: str) -> str:
     if len(sections) >= _DEEPEST:
         raise InputError(f"{shown(override)}: no key is as deep")
     for i, section in enumerate(sections):
-        settings = settings.setdefault(section, {})
+        if settings.get(section) is None:  # null stands for no section
+            settings[section] = {}
+        settings = settings[section]
         if not isinstance(settings, dict):
             above = ".".join(sections[: i + 1])
             raise InputError(f"{shown(override)}: {shown(above)} has no keys below it")

@@ -11,12 +11,17 @@ from qrot.errors import InputError
 from qrot.files.plain import read_json, readable, short, shown
 from qrot.files.whole import write_text
 from qrot.run.contents import Anatomy, KeptScores, Results
+from qrot.run.contents_verdicts import GateFile, RefreshFile
 from qrot.run.explain import build
 
 # Files of a run folder.
 RESULTS = "results.json"  # the protocol, the environment, and a row for each method and seed
 METRICS = "metrics.jsonl"  # a line for each step of learning
 ANATOMY = "anatomy.json"  # what the activations look like
+GATE = "gate.json"  # how far the kept network is from full precision, and what is above its limit
+GATE_XML = "gate.xml"  # the same for a CI system
+ALIGNED = "aligned.safetensors"  # the rotations of the parent, aligned with these weights
+REFRESH = "refresh.json"  # how far the weights of the parent have moved, and what follows
 
 # Methods that others are measured against: on no grid, on it as it is, and with a random rotation,
 # whose loss is the gap to close.
@@ -113,6 +118,16 @@ def _scores(kind: str) -> list[str]:
 def read_anatomy(path: Path) -> dict[str, Any] | None:
     """The contents of anatomy.json; as `read_results`."""
     return _read(path, Anatomy)
+
+
+def read_gate(path: Path) -> dict[str, Any] | None:
+    """The contents of gate.json; as `read_results`."""
+    return _read(path, GateFile)
+
+
+def read_refresh(path: Path) -> dict[str, Any] | None:
+    """The contents of refresh.json; as `read_results`."""
+    return _read(path, RefreshFile)
 
 
 def read_scores(path: Path) -> dict[str, Any] | None:

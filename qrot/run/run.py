@@ -1,29 +1,24 @@
 """One run: a model through every method of a configuration, each row kept as soon as it is known.
 
 A run folder holds config.yaml, results.json, anatomy.json, the network of the best row
-(network.safetensors), and for what was learned metrics.jsonl, checkpoint/ and
-rotations.safetensors (in a folder for each seed where there are several). `qrot.report` adds to it.
+(network.safetensors), what its gate has found (gate.json, gate.xml), and for what was learned
+metrics.jsonl, checkpoint/ and rotations.safetensors (in a folder for each seed where there are
+several). `qrot.report` adds to it.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from rich.console import Console
 
-import qrot
 from qrot.errors import InputError
-from qrot.files.plain import first_difference, short, shown
+from qrot.files.plain import dump_yaml, first_difference, read_yaml, short, shown
 from qrot.files.whole import write_text
 from qrot.progress import Stages
 from qrot.run.about import row_name
@@ -31,7 +26,9 @@ from qrot.run.anatomy import keep_anatomy
 from qrot.run.build import build
 from qrot.run.check import check_names
 from qrot.run.config import RunConfig, resolved, to_yaml
-from qrot.run.folder import check_folder, check_out, writing
+from qrot.run.environment import environment
+from qrot.run.folder import check_folder, check_out, remove_halves, writing
+from qrot.run.gate import judge_gate
 from qrot.run.inputs import Inputs
 from qrot.run.judge import judge
 from qrot.run.kept import keep_network
@@ -50,7 +47,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure what the configuration asks for.
 
-    A run folder that was begun with the same configuration goes on where it stopped.
+    A run folder that was begun with the same configuration goes on where it stopped. Where there
+    is a gate, `qrot.run.results.read_gate` has what it found.
 
     Args:
         config: of the run.
@@ -74,7 +72,11 @@ def run(
         trackers = tracking(config.track, folder, resolved(config))
         with writing(folder), entered(folder), trackers as track:
             check_folder(folder, config)  # who was in it meanwhile?
-            results = _measure(replace(inputs, track=track))
+            remove_halves(folder)
+            inputs = replace(inputs, track=track)
+            results = _measure(inputs)
+            if config.gate is not None:
+                judge_gate(config, results["rows"], lambda: inputs)
             report(folder)
             return results
 
@@ -152,12 +154,21 @@ def _begin(inputs: Inputs) -> dict[str, Any]:
         raise InputError(
             f"{folder}: was measured with another zeroshot.{key}; choose another folder with out="
         )
-    if not (folder / "config.yaml").exists():
-        write_text(folder / "config.yaml", to_yaml(inputs.config))
+    _write_config(folder / "config.yaml", inputs.config)
     if results is not None:
         return results
-    about = {"protocol": protocol, "environment": _environment()}
+    about = {"protocol": protocol, "environment": environment()}
     return {**about, **({"zeroshot": tasks} if tasks else {}), "rows": []}
+
+
+def _write_config(file: Path, config: RunConfig) -> None:
+    """Write config.yaml into a new folder; in another one the gate alone may have changed."""
+    if not file.exists():
+        write_text(file, to_yaml(config))
+        return
+    old, gate = read_yaml(file), resolved(config)["gate"]
+    if old.get("gate") != gate:
+        write_text(file, dump_yaml({**old, "gate": gate}))
 
 
 def _protocol(inputs: Inputs) -> dict[str, Any]:
@@ -186,22 +197,9 @@ def _protocol(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "qrot": qrot.__version__,
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "device": f"{device.device_kind} ({device.platform}, {platform.machine()})",
-        "cores": os.cpu_count(),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
 def _elsewhere(first: dict[str, Any]) -> dict[str, Any]:
     """For a row that is not measured where the first ones were: where it is."""
-    here = _environment()
+    here = environment()
     return {} if {**here, "date": first.get("date")} == first else {"environment": here}
 
 
@@ -227,6 +225,7 @@ def _row(
         "seconds": time.perf_counter() - began + prepared.earlier_seconds,
         **prepared.facts,
     }
-    if prepared.network is None:  # what was built here, not read from where it is kept
+    # What was read from where it is kept stays there, but a gate judges what is in the folder.
+    if prepared.network is None or inputs.config.gate is not None:
         keep_network(inputs, row, network, earlier)
     return row

@@ -21,7 +21,7 @@ from qrot.run.results import FULL_PRECISION, RESULTS, read_results
 
 LEVEL = 0.95  # of the intervals
 # No settings of a row.
-_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track", "keep")
+_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track", "keep", "gate")
 _MOST = 3  # settings in the name of a row; the run's folder stands for more
 
 
@@ -279,7 +279,8 @@ def _flat(settings: Any, where: str):
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """The keys in which the settings of runs differ, those aside that make no other rows."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _ASIDE)
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    keys = [key for key in keys if not {key, key.partition(".")[0]} & {*_ASIDE}]
     return [k for k in keys if any(r.settings.get(k) != runs[0].settings.get(k) for r in runs)]
 
 

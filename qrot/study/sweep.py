@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qrot.errors import InputError, located
 from qrot.files.plain import readable
+from qrot.model.adapter.source import Merge
 from qrot.model.io.load import local_config
 from qrot.run.config import RunConfig
 from qrot.run.folder import check_folder
@@ -168,7 +169,7 @@ def estimates(combinations: Sequence[Combination]) -> tuple[list[float | None], 
         figures come from.
     """
     models = {c.config.model: local_config(c.config.model) for c in combinations}
-    ratios: dict[str, float] = {}
+    ratios: dict[str | Merge, float] = {}
     sources = []
     for name, model in models.items():
         if model is None:

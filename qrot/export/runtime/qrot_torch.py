@@ -231,8 +231,12 @@ class State:
         """The rotation R1 `residual`, R2 `value`, R3 `key` or R4 `down` of a layer; None if off."""
         if name not in self.metadata["forms"]:
             return None
-        form, prefix = self.metadata["forms"][name]["form"], f"rotations.{name}."
+        about, prefix = self.metadata["forms"][name], f"rotations.{name}."
+        form = about["form"]
         parts = {n[len(prefix) :]: x for n, x in self.tensors.items() if n.startswith(prefix)}
+        order = math.prod(len(x) for n, x in parts.items() if n in _FACTORS)
+        if form == "hadamard" and order != (about["block"] or parts["signs"].shape[-1]):
+            raise ValueError(f"{self.path}: {name} lacks a factor of its Hadamard matrix")
         _, (part, *_), axes = _FORMS[form]
         if parts[part].ndim > axes:  # layers have one each
             if len(parts[part]) != self.layers:

@@ -13,7 +13,7 @@ from qrot.files.tensors import Tensor
 from qrot.model.adapter.read import Adapter, Update
 from qrot.model.io.assemble import EMBED
 
-Combination = Literal["sum", "linear", "ties", "dare_linear", "dare_ties"]
+CombineBy = Literal["sum", "linear", "ties", "dare_linear", "dare_ties"]
 Stack = Float64[np.ndarray, "adapters *shape"]
 
 
@@ -32,7 +32,7 @@ class Combining(NamedTuple):
     """
 
     weights: tuple[float, ...]
-    by: Combination = "sum"
+    by: CombineBy = "sum"
     density: float = 1.0
     seed: int = 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qrot.errors import InputError
-from qrot.model.adapter.combine import Combination, Combining
+from qrot.model.adapter.combine import CombineBy, Combining
 from qrot.model.adapter.merge import merged
 from qrot.model.adapter.read import Adapter, read_adapter
 from qrot.model.io.assemble import Stored
@@ -44,7 +44,7 @@ class Merge:
 
     base: str
     adapters: tuple[str | Weighted, ...]
-    combine: Combination = "sum"
+    combine: CombineBy = "sum"
     density: float = 1.0
     seed: int = 0
 

@@ -22,7 +22,10 @@ _MOST_CONFIG, _MOST_INDEX = 1 << 22, 1 << 26  # bytes
 # Files that say that a folder holds more or other than a model, whatever else is there.
 _QUANTISED = "quantised: take the model that they were made of, or dequantise them first"
 _REFUSED = {
-    "adapter_config.json": "an adapter (LoRA) for another model: merge it into that model first",
+    "adapter_config.json": (
+        "an adapter (LoRA) for another model: merge the two with qrot merge, or give a config"
+        " model: {base: MODEL, adapters: [FOLDER]}"
+    ),
     "hf_quant_config.json": f"weights that ModelOpt {_QUANTISED}",
     "quantize_config.json": f"weights that AutoGPTQ {_QUANTISED}",
     "quant_config.json": f"weights that AutoAWQ {_QUANTISED}",

@@ -16,6 +16,7 @@ from qrot.quantize.keep import is_network, load_network, read_about
 from qrot.rotation.about import check_model
 from qrot.rotation.store import load_rotations
 from qrot.rotation.transform import Transform
+from qrot.run.about import keep_transform
 from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Method, Prepared
@@ -35,6 +36,7 @@ def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
         facts = {"network": str(path), "weights": metadata["weight_bits"], **known}
         return Prepared(network=jax.tree.map(jnp.asarray, network), facts=facts)
     transform, metadata = _rotations(path, config, model, config.fitting_weight_bits)
+    keep_transform(inputs, RECORD.name, transform)  # the run stands on its own then
     return Prepared(transform, {"rotations": str(path), **_known(metadata, *_LEARNED)})
 
 

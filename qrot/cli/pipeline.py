@@ -1,0 +1,46 @@
+"""qrot pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qrot.cli.gate import exit_by, print_gate
+from qrot.cli.run import quieten
+
+
+def pipeline(
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file with parent, model, out, settings and exports.")
+    ],
+) -> None:
+    """Merge, refresh, gate and export in one go; again, it does what is left, or nothing.
+
+    Exits with 3 where the gate fails; nothing is exported then.
+    """
+    from rich.console import Console
+
+    from qrot.report.refresh import refresh_table, refresh_title
+    from qrot.report.run import write_report
+    from qrot.run.pipeline import LOCK, read_pipeline, run_pipeline
+    from qrot.run.results import GATE, read_gate
+
+    quieten()
+    console, settings = Console(markup=False), read_pipeline(config)
+    out = Path(settings.out)
+
+    def told(found: dict[str, Any]) -> None:
+        console.print("", refresh_title(found), refresh_table(found), sep="\n", highlight=False)
+
+    found, done = run_pipeline(settings, console, told=told, report=write_report)
+    if not done:
+        console.print(f"{out}: nothing changed since {found['environment']['date']}")
+    gate = read_gate(out / found["run"] / GATE)
+    if gate is not None:
+        print_gate(gate, console)
+    names = ", ".join([found["run"], *found["exports"], LOCK])
+    console.print(f"{out}: {names}", highlight=False)
+    if gate is not None:
+        exit_by(gate)

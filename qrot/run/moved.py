@@ -1,0 +1,187 @@
+"""How far other weights have moved the outliers that rotations were fitted to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from qrot.calibrate.align import aligned
+from qrot.calibrate.capture import Captured, capture
+from qrot.evaluate.divergence import Divergence, compare
+from qrot.evaluate.perplexity import Windows
+from qrot.learn.batches import split_text
+from qrot.learn.loop import start_shifts
+from qrot.learn.settings import Learn
+from qrot.model.params import Network
+from qrot.network import fuse
+from qrot.quantize.rtn import rtn
+from qrot.rotation.transform import Transform
+from qrot.run.anatomy import pooled
+from qrot.run.inspect import site_figures
+from qrot.run.judge import logits_of
+from qrot.scheme import Scheme
+from qrot.sites import SITES
+
+_WINDOWS = 2  # that are captured: enough to tell the same channels from others
+STEPS = 2 * (2 + len(SITES)) + len(SITES) + 1  # of `moved`
+WHENS = ("before", "after", "aligned")
+Tokens = Int[np.ndarray, " tokens"]
+
+
+class _Look(NamedTuple):
+    """One network under the rotations.
+
+    Attributes:
+        captured: of it.
+        costs: that rounding is expected to have at each site, in nats a token.
+        shares: of each channel in the energy of a site, [layers, channels].
+        loudest: largest |x| of each channel there.
+        divergence: of the network with rounded activations from itself in full precision.
+    """
+
+    captured: Captured
+    costs: dict[str, float]
+    shares: dict[str, Float[np.ndarray, "layers channels"]]
+    loudest: dict[str, Float[np.ndarray, "layers channels"]]
+    divergence: Divergence
+
+
+def moved(
+    before: tuple[Network, Tokens],
+    after: tuple[Network, Tokens],
+    transform: Transform,
+    settings: Learn,
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], Transform]:
+    """Compare two networks under rotations that were fitted to the first.
+
+    Weights are left in full precision where activations are rounded: what is compared is what
+    rotations are for.
+
+    Args:
+        before: the network that they were fitted to, folded and with the scheme to judge by, and
+            the tokens of the calibration text.
+        after: the same for the other weights.
+        transform: the rotations, and all that was fitted beside them.
+        settings: of learning; windows as it has are looked at, and those that it holds out.
+        advance: called STEPS times.
+
+    Returns:
+        Plain values, and the transform aligned with the other weights (`qrot.calibrate.align`),
+        its shifts measured there. The values: {"kl": {"before", "after", "aligned"}, "nats" the
+        same (above full precision), "sites": {site: {"distance": by layer, "cost": as "kl"}},
+        "picture": {"site", "channels", "before" and "after": the largest |x| by layer and channel,
+        as in `qrot.run.anatomy.pooled`}}. A distance is that of Hellinger between the channels'
+        shares of the energy: 0 where the same channels are as loud, 1 where other ones are. The
+        picture is of the site that moved most.
+    """
+    old = _look(*before, transform, settings, advance)
+    new = _look(*after, transform, settings, advance)
+    fitted = aligned(transform, old.captured, new.captured)
+    network, tokens = after
+    if transform.shifts:
+        fitted = fitted.replace(shifts=start_shifts(network, tokens, settings))
+    last = {
+        "cost": _costs(network, fitted, new.captured, advance),
+        "divergence": _divergence(network, tokens, fitted, settings),
+    }
+    advance()
+    looks = (old.divergence, new.divergence, last["divergence"])
+    costs = (old.costs, new.costs, last["cost"])
+    sites = {
+        name: {
+            "distance": [_short(d) for d in hellinger(old.shares[name], new.shares[name])],
+            "cost": dict(zip(WHENS, (_short(cost[name]) for cost in costs), strict=True)),
+        }
+        for name in SITES
+    }
+    most = max(sites, key=lambda name: float(np.mean(sites[name]["distance"])))
+    found = {
+        "kl": dict(zip(WHENS, (x.kl for x in looks), strict=True)),
+        "nats": dict(zip(WHENS, (x.nll - x.exact_nll for x in looks), strict=True)),
+        "sites": sites,
+        "picture": {
+            "site": most,
+            "channels": old.loudest[most].shape[1],
+            "before": _picture(old.loudest[most]),
+            "after": _picture(new.loudest[most]),
+        },
+    }
+    return found, fitted
+
+
+def hellinger(
+    p: Float[np.ndarray, "layers channels"], q: Float[np.ndarray, "layers channels"]
+) -> Float[np.ndarray, " layers"]:
+    """Hellinger distance of two distributions in each layer, sqrt(sum (sqrt p - sqrt q)^2 / 2)."""
+    return np.sqrt(np.maximum(0.0, np.square(np.sqrt(p) - np.sqrt(q)).sum(-1) / 2))
+
+
+def _look(
+    network: Network,
+    tokens: Tokens,
+    transform: Transform,
+    settings: Learn,
+    advance: Callable[[], None],
+) -> _Look:
+    rows = split_text(tokens, settings).rows[:_WINDOWS]
+    captured, _ = capture(network, rows, vectors=settings.vectors, seed=0, gradients=True)
+    advance()
+    costs = _costs(network, transform, captured, advance)
+    channels = {name: _channels(captured, name) for name in SITES}
+    found = _divergence(network, tokens, transform, settings)
+    advance()
+    shares, loudest = ({name: x[i] for name, x in channels.items()} for i in (0, 1))
+    return _Look(captured, costs, shares, loudest, found)
+
+
+def _costs(
+    network: Network, transform: Transform, captured: Captured, advance: Callable[[], None]
+) -> dict[str, float]:
+    costs = {}
+    for name, site in SITES.items():
+        figures = site_figures(site, captured, transform, network)
+        costs[name] = math.fsum(layer["cost"] for layer in figures)
+        advance()
+    return costs
+
+
+def _divergence(
+    network: Network, tokens: Tokens, transform: Transform, settings: Learn
+) -> Divergence:
+    exact = logits_of(network.replace(scheme=Scheme()), settings.compute_dtype)
+    if _rounds_activations(network.scheme):
+        rounded = network.replace(online=transform)
+    else:
+        rounded = rtn(fuse(network, transform))
+    rows, windows = split_text(tokens, settings).held_out, Windows(settings.length)
+    logits = logits_of(rounded, settings.compute_dtype)
+    return compare(exact, logits, rows, windows, batch=settings.batch)
+
+
+def _rounds_activations(scheme: Scheme) -> bool:
+    sites = (scheme.activations, scheme.keys, scheme.values)
+    return any(grid.on for grid in sites)
+
+
+def _channels(
+    captured: Captured, name: str
+) -> tuple[Float[np.ndarray, "layers channels"], Float[np.ndarray, "layers channels"]]:
+    """The channels' shares of the energy, and the largest |x| of each."""
+    x = np.asarray(captured.inputs[name], np.float32)
+    x = x.reshape(*x.shape[:2], -1)
+    energy = np.einsum("lvc,v->lc", np.square(x), np.asarray(captured.weight))
+    return energy / energy.sum(-1, keepdims=True), np.abs(x).max(1)
+
+
+def _picture(x: Float[np.ndarray, "layers channels"]) -> list[list[float]]:
+    return [[_short(value) for value in line] for line in pooled(x)]
+
+
+def _short(x: float | np.floating | Array) -> float:
+    return float(f"{float(x):.4g}")
