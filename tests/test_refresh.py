@@ -20,7 +20,7 @@ from qrot.report.run import write_report
 from qrot.rotation.store import load_rotations, read_metadata
 from qrot.run.moved import hellinger
 from qrot.run.read import read_config
-from qrot.run.refresh import decided, refresh
+from qrot.run.refresh import decided, is_aligned, refresh
 from qrot.run.results import read_refresh
 from qrot.run.run import run
 from qrot.run.thresholds import Refresh
@@ -87,7 +87,7 @@ def test_weights_that_hardly_differ_keep_the_rotations(parent, others, tmp_path)
 
 def test_weights_with_other_outliers_have_it_learned_anew(parent, others, tmp_path):
     model, out = others("louder", louder), tmp_path / "new"
-    found = refresh(parent, model, out, ["refresh.keep=0.001", "refresh.relearn=0.001"], quiet())
+    found = refresh(parent, model, out, ["refresh.keep=1", "refresh.relearn=0.001"], quiet())
     assert found.found["decision"] == "relearn"
     assert found.config.learn == read_config(parent / "config.yaml").learn
     assert {row["method"] for row in found.results["rows"]} >= {"saved", "learned"}
@@ -102,7 +102,7 @@ def test_weights_with_other_outliers_have_it_learned_anew(parent, others, tmp_pa
 
 def test_in_between_learning_starts_with_the_old_ones(parent, others, tmp_path):
     model, out = others("louder", louder), tmp_path / "new"
-    limits = ["refresh.keep=0.001", "refresh.relearn=1000", "refresh.steps=0.5"]
+    limits = ["refresh.keep=1", "refresh.relearn=1000", "refresh.steps=0.5"]
     found = refresh(parent, model, out, limits, quiet())
     assert found.found["decision"] == "warm"
     assert (found.config.learn.start, found.config.learn.steps) == ("saved", 2)
@@ -115,11 +115,26 @@ def test_in_between_learning_starts_with_the_old_ones(parent, others, tmp_path):
 
 @pytest.mark.parametrize(
     ("after", "aligned", "decision"),
-    [(1.0, 9, "keep"), (9, 1.1, "keep"), (1.2, 1.2, "warm"), (4, 3.0, "relearn")],
+    [
+        (1.0, 9, "keep"),
+        (0.95, 9, "keep"),
+        (0.5, 9, "warm"),
+        (9, 1.1, "keep"),
+        (1.2, 1.1, "warm"),
+        (4, 3.5, "relearn"),
+    ],
 )
 def test_the_rule(after, aligned, decision):
     kl = {"before": 1.0, "after": after, "aligned": aligned}
     assert decided(kl, Refresh(keep=1.1, relearn=3.0)) == decision
+
+
+def test_aligned_rotations_count_where_they_are_clearly_better():
+    kl = {"before": 1.0, "after": 1.2, "aligned": 1.0}
+    assert is_aligned(kl, Refresh())
+    assert decided(kl, Refresh()) == "keep"
+    assert not is_aligned(kl, Refresh(align=0.5))
+    assert decided(kl, Refresh(align=0.5)) == "warm"
 
 
 def swapped(order, key, x):
@@ -169,8 +184,7 @@ def test_what_cannot_be_refreshed_is_one_sentence(parent, others, tmp_path, caps
     assert "no run folder" in refused(tmp_path / "nowhere", "--model", model)
     assert "--adapter: goes with --model" in refused(parent, "--adapter", "x")
     assert "unknown key 'refresh.kep'" in refused(parent, "--model", model, "refresh.kep=2")
-    words = "refresh.keep: 9.0 is not positive, or above refresh.relearn, 4.0"
-    assert words in refused(parent, "--model", model, "refresh.keep=9")
+    assert "refresh.keep: 0.5 is below 1" in refused(parent, "--model", model, "refresh.keep=0.5")
     settings = json.loads((Path(model) / "config.json").read_text())
     (Path(model) / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-4}))
     assert "--model: has rms_norm_eps 0.0001" in refused(parent, "--model", model)

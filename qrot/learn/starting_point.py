@@ -40,17 +40,21 @@ def training_scheme(network: Network, settings: Learn, sites: RotationSites, see
         sites: that are rotated.
         seed: of the random rotation.
     """
-    scheme = network.scheme
-    if settings.weight_bits is not None:
-        weights = replace(scheme.weights, bits=settings.weight_bits)
-        overrides = tuple(replace(o, weights=None) for o in scheme.overrides)
-        overrides = tuple(o for o in overrides if o.changes)
-        scheme = replace(scheme, weights=weights, overrides=overrides)
+    scheme = with_weight_bits(network.scheme, settings.weight_bits)
     if scheme.weights.on and scheme.weights.clip == "mse":
         start = Transform(random_rotations(network.config, seed, sites=sites))
         clip = round(float(mean_best_clip(fuse(network.replace(scheme=scheme), start))), 3)
         scheme = replace(scheme, weights=replace(scheme.weights, clip=clip))
     return scheme
+
+
+def with_weight_bits(scheme: Scheme, bits: int | None) -> Scheme:
+    """A scheme with all weights at so many bits; as it is where that is None."""
+    if bits is None:
+        return scheme
+    overrides = tuple(replace(o, weights=None) for o in scheme.overrides)
+    weights = replace(scheme.weights, bits=bits)
+    return replace(scheme, weights=weights, overrides=tuple(o for o in overrides if o.changes))
 
 
 def starting_point(

@@ -58,12 +58,12 @@ def refresh_title(found: dict[str, Any]) -> str:
         times = f" ({kl[when] / kl['before']:.2f} times)" if kl["before"] > 0 else ""
         return f"{kl[when]:.4g}{times}"
 
-    which = "aligned" if kl["aligned"] < kl["after"] else "as they are"
+    which = "aligned" if kl["aligned"] < settings["align"] * kl["after"] else "as they are"
     return (
         f"Divergence under the old rotations, nats a token: {kl['before']:.4g} on the old weights, "
-        f"{on('after')} on the new ones, {on('aligned')} there once aligned. They are kept up to "
-        f"{settings['keep']:g} times, and learned from scratch from {settings['relearn']:g} times "
-        f"on: {_DECISIONS[found['decision']].format(which)}."
+        f"{on('after')} on the new ones, {on('aligned')} there once aligned. They are kept "
+        f"where it changed by {settings['keep']:g} times or less, and learned from scratch from "
+        f"{settings['relearn']:g} times on: {_DECISIONS[found['decision']].format(which)}."
     )
 
 

@@ -178,13 +178,26 @@ class RefreshOf:
 
 
 @dataclass(frozen=True)
+class RefreshSettings:
+    """The thresholds that a refresh went by, see `qrot.run.thresholds.Refresh`."""
+
+    align: float
+    keep: float
+    relearn: float
+    steps: float
+
+    def __post_init__(self):
+        check_numbers(self)
+
+
+@dataclass(frozen=True)
 class RefreshFile:
     """The contents of refresh.json."""
 
     of: RefreshOf
     moved: Moved
     decision: Literal["keep", "warm", "relearn"]
-    settings: dict[str, Plain]
+    settings: RefreshSettings
     environment: dict[str, Plain]
     seconds: float
 

@@ -23,6 +23,7 @@ from qrot.export.source import Source, open_source
 from qrot.files.plain import first_difference, readable
 from qrot.files.whole import write_text
 from qrot.identity import difference, digest
+from qrot.learn.starting_point import with_weight_bits
 from qrot.learn.starts.saved import SAVED
 from qrot.model.adapter.source import Merge
 from qrot.model.io.load import Opened, open_model
@@ -45,6 +46,7 @@ from qrot.run.thresholds import Refresh
 from qrot.text import read_texts
 
 _SAVED, _LEARNED = "saved", "learned"
+_ENDS = ("tie_word_embeddings", "vocab_size")  # no rotation depends on them
 Decision = Literal["keep", "warm", "relearn"]
 
 
@@ -110,7 +112,7 @@ def refresh(
         found = {"of": of, **_measured(config, source, new, console)}
     kl = found["moved"]["kl"]
     found |= {"decision": decided(kl, config.refresh), "settings": asdict(config.refresh)}
-    start = out / ALIGNED if is_aligned(kl) else file
+    start = out / ALIGNED if is_aligned(kl, config.refresh) else file
     child = _child(config, source, start, found["decision"])
     check_out(out, child)
     with writing(out), entered(out):
@@ -121,15 +123,15 @@ def refresh(
         return Refreshed(child, found, run(child, console, report=report))
 
 
-def is_aligned(kl: dict[str, float]) -> bool:
+def is_aligned(kl: dict[str, float], settings: Refresh) -> bool:
     """Whether the old rotations, aligned with the new weights, are better than as they are."""
-    return kl["aligned"] < kl["after"]
+    return kl["aligned"] < settings.align * kl["after"]
 
 
 def decided(kl: dict[str, float], settings: Refresh) -> Decision:
     """What follows from the divergence on the old weights and on the new ones."""
-    least = min(kl["after"], kl["aligned"])
-    if least <= settings.keep * kl["before"]:
+    least = kl["aligned"] if is_aligned(kl, settings) else kl["after"]
+    if kl["before"] <= settings.keep * least and least <= settings.keep * kl["before"]:
         return "keep"
     return "warm" if least < settings.relearn * kl["before"] else "relearn"
 
@@ -147,7 +149,7 @@ def _check_sizes(source: Source, new: Opened) -> None:
     """Raise InputError where the models differ in more than their weights."""
     old, other = (asdict(opened.config) for opened in (source.opened, new))
     for key, value in old.items():
-        if key != "tie_word_embeddings" and other[key] != value:
+        if key not in _ENDS and other[key] != value:
             raise InputError(
                 f"--model: has {key} {other[key]}, where the model of {source.about['file']} has "
                 f"{value}; rotations of another architecture cannot be refreshed"
@@ -170,7 +172,7 @@ def _of(config: RunConfig, source: Source, new: Opened, file: Path) -> dict[str,
 
 
 def _measured(config: RunConfig, source: Source, new: Opened, console: Console) -> dict[str, Any]:
-    """What was found; rotations that were aligned are in a file of the new run's folder then."""
+    """What was found; the aligned rotations are in a file of the new run's folder then."""
     began, out = time.perf_counter(), Path(config.out)
     with Stages(console) as stages:
         with stages.stage("loading the old weights", seconds=7.0):
@@ -181,9 +183,8 @@ def _measured(config: RunConfig, source: Source, new: Opened, console: Console) 
         seconds = 60 * forward_seconds(millions(before[0].params), 1000)
         with stages.stage("comparing old and new weights", STEPS, seconds=seconds) as advance:
             found, fitted = moved(before, after, source.transform, config.learn, advance=advance)
-    if is_aligned(found["kl"]):
-        with writing(out), entered(out):
-            save_rotations(out / ALIGNED, fitted, _about_aligned(config, source, new))
+    with writing(out), entered(out):
+        save_rotations(out / ALIGNED, fitted, _about_aligned(config, source, new))
     told = {"environment": environment(), "seconds": time.perf_counter() - began}
     return {"moved": found, **told}
 
@@ -197,7 +198,10 @@ def _about_aligned(config: RunConfig, source: Source, new: Opened) -> dict[str, 
 
 
 def _loaded(config: RunConfig, opened: Opened) -> tuple[Network, Tokens]:
-    network = fold(opened.model(opened.read()).network).replace(scheme=config.scheme)
+    """The network with the scheme that rotations are learned for, and the text in its tokens."""
+    bits = config.trained_weight_bits if config.calibrates else config.learn.weight_bits
+    scheme = with_weight_bits(config.scheme, bits)
+    network = fold(opened.model(opened.read()).network).replace(scheme=scheme)
     text = read_texts(config.data).calibration
     tokens = encode(opened.tokenizer, text, opened.config.vocab_size)
     return jax.block_until_ready(network), tokens
@@ -210,7 +214,7 @@ def _child(config: RunConfig, source: Source, file: Path, decision: str) -> RunC
         methods.append(_LEARNED)
     if decision == "warm":
         steps = max(1, math.ceil(config.refresh.steps * learn.steps))
-        learn = replace(learn, start=SAVED.name, steps=steps)
+        learn = replace(learn, start=SAVED.name, steps=steps, draws=1)
     seed = source.about.get("seed") or 0
     return replace(
         config,

@@ -15,7 +15,10 @@ class Refresh:
     they were fitted to they have on the new ones.
 
     Attributes:
-        keep: up to which they are kept as they are.
+        align: of the divergence that they have as they are, up to which rotations that are aligned
+            with the new weights count in their place: turning them changes how weights round.
+        keep: factor by which it may have changed, either way, for them to be kept; where it became
+            smaller the network is another one, too, and learning finds more.
         relearn: from which on rotations are learned from scratch; in between, learning starts with
             the old ones.
         steps: share of learn.steps that it takes then.
@@ -23,15 +26,17 @@ class Refresh:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
+    align: float = 0.9
     keep: float = 1.05
     relearn: float = 4.0
     steps: float = 0.25
 
     def __post_init__(self):
-        if not 0 < self.keep <= self.relearn:
-            raise InputError(
-                f"refresh.keep: {self.keep} is not positive, or above refresh.relearn, "
-                f"{self.relearn}"
-            )
+        if self.keep < 1:
+            raise InputError(f"refresh.keep: {self.keep} is below 1, a factor either way")
+        if self.relearn <= 0:
+            raise InputError(f"refresh.relearn: {self.relearn} is not positive")
+        if not 0 <= self.align <= 1:
+            raise InputError(f"refresh.align: {self.align} is outside 0 to 1")
         if not 0 < self.steps <= 1:
             raise InputError(f"refresh.steps: {self.steps} is outside 0 to 1")

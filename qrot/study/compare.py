@@ -21,7 +21,8 @@ from qrot.run.results import FULL_PRECISION, RESULTS, read_results
 
 LEVEL = 0.95  # of the intervals
 # No settings of a row.
-_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path", "track", "keep", "gate")
+_ASIDE = ("out", "methods", "seeds", "learn_seeds", "saved", "data.path")
+_ASIDE += ("track", "keep", "gate", "refresh")
 _MOST = 3  # settings in the name of a row; the run's folder stands for more
 
 
