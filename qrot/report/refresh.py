@@ -98,7 +98,7 @@ def refresh_section(found: dict[str, Any]) -> str:
         "stands for."
     )
     size = (len(found["moved"]["sites"][picture["site"]]["distance"]), picture["channels"])
-    where = f"First tensor that differs: {of['difference']}. " if of["difference"] else ""
+    where = f"Of the weights {of['difference']}. " if of["difference"] else ""
     return page.section(
         "Refreshed",
         page.note(refresh_title(found)),
