@@ -19,8 +19,8 @@ from qrot.progress import ROUND, forward_seconds
 from qrot.quantize.keep import load_network
 from qrot.rotation.about import check_model
 from qrot.rotation.transform import Transform
+from qrot.run import inspect
 from qrot.run.inputs import GateText, Inputs
-from qrot.run.inspect import site_figures
 from qrot.run.judge import check_finite, logits_of
 from qrot.run.methods import METHODS
 from qrot.run.results import row_name
@@ -91,12 +91,7 @@ def site_costs(inputs: Inputs, row: Mapping[str, Any], scheme: Scheme) -> dict[s
     with stage as advance:
         captured, _ = capture(network, rows, vectors=settings.vectors, seed=0, gradients=True)
         advance()
-        costs = {}
-        for name, site in SITES.items():
-            figures = site_figures(site, captured, transform, network)
-            costs[name] = math.fsum(layer["cost"] for layer in figures)
-            advance()
-    return costs
+        return inspect.site_costs(network, transform, captured, advance=advance)
 
 
 def _transform(inputs: Inputs, row: Mapping[str, Any]) -> Transform:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -146,6 +147,29 @@ def site_figures(
             figures["cost"] = float(expected_cost(x, g, weight, grid, basis, clip))
         layers.append(figures)
     return layers
+
+
+def site_costs(
+    network: Network,
+    transform: Transform,
+    captured: Captured,
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """What rounding is expected to cost at each site, summed over the layers, in nats a token.
+
+    Args:
+        network: whose scheme has the grids.
+        transform: that makes the bases.
+        captured: of the network, with gradients.
+        advance: called for each site.
+    """
+    costs = {}
+    for name, site in SITES.items():
+        figures = site_figures(site, captured, transform, network)
+        costs[name] = math.fsum(layer["cost"] for layer in figures)
+        advance()
+    return costs
 
 
 @partial(jax.jit, static_argnames="grid")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from qrot.network import fuse
 from qrot.quantize.rtn import rtn
 from qrot.rotation.transform import Transform
 from qrot.run.anatomy import pooled
-from qrot.run.inspect import site_figures
+from qrot.run.inspect import site_costs
 from qrot.run.judge import logits_of
 from qrot.scheme import Scheme
 from qrot.sites import SITES
@@ -86,7 +85,7 @@ def moved(
     if transform.shifts:
         fitted = fitted.replace(shifts=start_shifts(network, tokens, settings))
     last = {
-        "cost": _costs(network, fitted, new.captured, advance),
+        "cost": site_costs(network, fitted, new.captured, advance=advance),
         "divergence": _divergence(network, tokens, fitted, settings),
     }
     advance()
@@ -131,23 +130,12 @@ def _look(
     rows = split_text(tokens, settings).rows[:_WINDOWS]
     captured, _ = capture(network, rows, vectors=settings.vectors, seed=0, gradients=True)
     advance()
-    costs = _costs(network, transform, captured, advance)
+    costs = site_costs(network, transform, captured, advance=advance)
     channels = {name: _channels(captured, name) for name in SITES}
     found = _divergence(network, tokens, transform, settings)
     advance()
     shares, loudest = ({name: x[i] for name, x in channels.items()} for i in (0, 1))
     return _Look(captured, costs, shares, loudest, found)
-
-
-def _costs(
-    network: Network, transform: Transform, captured: Captured, advance: Callable[[], None]
-) -> dict[str, float]:
-    costs = {}
-    for name, site in SITES.items():
-        figures = site_figures(site, captured, transform, network)
-        costs[name] = math.fsum(layer["cost"] for layer in figures)
-        advance()
-    return costs
 
 
 def _divergence(
