@@ -152,16 +152,22 @@ def test_channels_in_another_order_are_aligned(parent, others, tmp_path):
     """Then the network sees what it saw before, without learning."""
     order = np.random.default_rng(0).permutation(48)
     model, out = others("swapped", partial(swapped, order)), tmp_path / "new"
-    found = refresh(parent, model, out, [], quiet())
+    found = refresh(parent, model, out, ["refresh.align=1"], quiet())
     kl = found.found["moved"]["kl"]
-    assert kl["after"] > 1.2 * kl["before"]
-    assert kl["aligned"] == pytest.approx(kl["before"], rel=0.05)
+    assert kl["aligned"] == pytest.approx(kl["before"], rel=0.02)
+    assert kl["after"] > 1.03 * kl["before"]
     assert found.found["decision"] == "keep"
     assert found.config.saved == str(out / "aligned.safetensors")
     files = parent / "rotations.safetensors", out / "saved.safetensors"
     old, new = (matrix(load_rotations(file)[0], "residual") for file in files)
     np.testing.assert_allclose(new, old[order], atol=1e-3)
-    assert read_about(out / "network.safetensors").get("mismatch") is None
+    assert "mismatch" not in found.results["rows"][1]
+    assert read_metadata(out / "saved.safetensors")["fingerprint"]["total"] == of_weights(found)
+
+
+def of_weights(found):
+    """The fingerprint of the new weights."""
+    return found.found["of"]["after"]
 
 
 def test_hellinger_by_hand():
