@@ -1,11 +1,7 @@
-"""What another run has fitted, and what steps of the fisher objective make of it."""
+"""What another run has fitted."""
 
 from __future__ import annotations
 
-from qrot.learn.start import LearnedFirst, Start
-from qrot.learn.starts import fisher
+from qrot.learn.start import Start
 
 SAVED = Start("saved", given=True)
-FISHER = Start(
-    "saved_fisher", learned=LearnedFirst(fisher.STEPS, whole="saved", otherwise="saved"), given=True
-)
