@@ -176,7 +176,6 @@ def _start(
             sites=sites,
             seed=run.seed,
             folder=folder,
-            given=run.given,
             progress=lambda step, _, metrics: progress(step, steps, metrics),
         )
     if STARTS[settings.start].given:
