@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from qrot.cli.gate import exit_by, print_gate
+from qrot.cli.refresh import print_refresh
 from qrot.cli.run import quieten
 
 
@@ -22,7 +24,6 @@ def pipeline(
     """
     from rich.console import Console
 
-    from qrot.report.refresh import refresh_table, refresh_title
     from qrot.report.run import write_report
     from qrot.run.pipeline import LOCK, read_pipeline, run_pipeline
     from qrot.run.results import GATE, read_gate
@@ -31,10 +32,9 @@ def pipeline(
     console, settings = Console(markup=False), read_pipeline(config)
     out = Path(settings.out)
 
-    def told(found: dict[str, Any]) -> None:
-        console.print("", refresh_title(found), refresh_table(found), sep="\n", highlight=False)
-
-    found, done = run_pipeline(settings, console, told=told, report=write_report)
+    found, done = run_pipeline(
+        settings, console, told=partial(print_refresh, console), report=write_report
+    )
     if not done:
         console.print(f"{out}: nothing changed since {found['environment']['date']}")
     gate = read_gate(out / found["run"] / GATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ from qrot.cli.run import quieten, show
 from qrot.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from qrot.model.adapter.source import Merge
 
 
@@ -37,15 +40,11 @@ def refresh(
     """
     from rich.console import Console
 
-    from qrot.report.refresh import refresh_table, refresh_title
     from qrot.report.run import write_report
     from qrot.run.refresh import refresh as carry_over
 
     quieten()
     console, folder = Console(markup=False), out or run.with_name(f"{run.name}-refreshed")
-
-    def told(found: dict[str, Any]) -> None:
-        console.print("", refresh_title(found), refresh_table(found), sep="\n", highlight=False)
 
     refreshed = carry_over(
         run,
@@ -53,10 +52,22 @@ def refresh(
         folder,
         overrides or [],
         console,
-        told=told,
+        told=partial(print_refresh, console),
         report=write_report,
     )
     show(refreshed.results, folder, console, gated=refreshed.config.gate is not None)
+
+
+def print_refresh(console: Console, found: dict[str, Any]) -> None:
+    """How far the outliers moved, and what follows.
+
+    Args:
+        console: to print to.
+        found: the contents of refresh.json.
+    """
+    from qrot.report.refresh import refresh_table, refresh_title
+
+    console.print("", refresh_title(found), refresh_table(found), sep="\n", highlight=False)
 
 
 def _merged(model: str | None, adapters: list[str] | None) -> str | Merge | None:

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from qrot.errors import InputError
-from qrot.files.plain import readable
 from qrot.files.whole import write_text
 from qrot.identity import digest
 from qrot.progress import Stages
@@ -32,7 +31,7 @@ from qrot.run.limits import OF_TEXT, Gate, gate_texts
 from qrot.run.lock import entered
 from qrot.run.methods import METHODS
 from qrot.run.prepare import prepare
-from qrot.run.read import read_config
+from qrot.run.read import read_run
 from qrot.run.results import GATE, GATE_XML, RESULTS, read_gate, read_results
 from qrot.run.verdict import junit, lines, zeroshot_drop
 
@@ -61,14 +60,9 @@ def gate_run(
         InputError: where there is no such run, it kept no network, no limit is set, or what is
             asked for cannot be measured.
     """
-    file = folder / "config.yaml"
-    with readable(file):
-        there = file.is_file()
-    if not there:
-        raise InputError(f"{folder}: no run folder (it has no config.yaml)")
-    config = read_config(file, [f"gate.{override}" for override in overrides])
+    config = read_run(folder, [f"gate.{override}" for override in overrides])
     if config.gate is None:
-        raise InputError(f"{file}: has no gate; give limits, such as kl=0.1")
+        raise InputError(f"{folder / 'config.yaml'}: has no gate; give limits, such as kl=0.1")
     config = replace(config, out=str(folder))
     with Stages(console) as stages, writing(folder), entered(folder):
         rows = _rows(folder)

@@ -74,6 +74,24 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate({"out": f"runs/{path.stem}", **settings})
 
 
+def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run folder; as `read_config`.
+
+    Args:
+        folder: of a run.
+        overrides: settings on top of it.
+
+    Raises:
+        InputError: also where it is no run folder.
+    """
+    file = folder / "config.yaml"
+    with readable(file):
+        there = file.is_file()
+    if not there:
+        raise InputError(f"{folder}: no run folder (it has no config.yaml)")
+    return read_config(file, overrides)
+
+
 def validate(settings: dict[str, Any]) -> RunConfig:
     """Settings as a file has them, in the form of today or an older one, to a RunConfig.
 

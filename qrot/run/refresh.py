@@ -20,7 +20,7 @@ from rich.console import Console
 
 from qrot.errors import InputError
 from qrot.export.source import Source, open_source
-from qrot.files.plain import first_difference, readable
+from qrot.files.plain import first_difference
 from qrot.files.whole import write_text
 from qrot.identity import difference, digest
 from qrot.learn.starting_point import with_weight_bits
@@ -39,7 +39,7 @@ from qrot.run.folder import check_out, writing
 from qrot.run.lock import entered
 from qrot.run.methods import METHODS
 from qrot.run.moved import STEPS, Tokens, moved
-from qrot.run.read import read_config
+from qrot.run.read import read_run
 from qrot.run.results import ALIGNED, FULL_PRECISION, REFRESH, read_refresh
 from qrot.run.run import run
 from qrot.run.thresholds import Refresh
@@ -95,7 +95,7 @@ def refresh(
         InputError: where the parent has no rotations, the models are of other sizes, or as
             `qrot.run.run.run` does.
     """
-    config = replace(_config(parent, overrides), out=str(out))
+    config = replace(read_run(parent, overrides), out=str(out))
     config = config if model is None else replace(config, model=model)
     source = open_source(parent)
     file = source.rotations
@@ -134,15 +134,6 @@ def decided(kl: dict[str, float], settings: Refresh) -> Decision:
     if kl["before"] <= settings.keep * least and least <= settings.keep * kl["before"]:
         return "keep"
     return "warm" if least < settings.relearn * kl["before"] else "relearn"
-
-
-def _config(parent: Path, overrides: Sequence[str]) -> RunConfig:
-    file = parent / "config.yaml"
-    with readable(file):
-        there = file.is_file()
-    if not there:
-        raise InputError(f"{parent}: no run folder (it has no config.yaml)")
-    return read_config(file, overrides)
 
 
 def _check_sizes(source: Source, new: Opened) -> None:

@@ -26,6 +26,7 @@ from qrot.run.about import about
 from qrot.run.config import RunConfig
 from qrot.run.inputs import Inputs
 from qrot.run.method import Method, Prepared
+from qrot.run.methods.saved import saved_rotations
 from qrot.run.results import METRICS, learned_file
 
 FILE = "rotations.safetensors"
@@ -72,7 +73,9 @@ def _learn(inputs: Inputs, name: str, seed: int, folder: Path) -> Transform:
             sites=config.rotations,
             seed=seed,
             folder=folder,
-            given=given(config, inputs.model) if STARTS[settings.start].given else None,
+            given=saved_rotations(config, inputs.model)[0]
+            if STARTS[settings.start].given
+            else None,
             progress=progress,
         )
         return jax.block_until_ready(found)
@@ -103,20 +106,10 @@ def expect(config: RunConfig, model: Model) -> Transform:
     """Rotations of the kind that learning starts with, and shifts if it has any."""
     check_start(config.learn, config.rotations)
     if STARTS[config.learn.start].given:
-        return given(config, model)
+        return saved_rotations(config, model)[0]
     sizes, kind = model.network.config, STARTS[config.learn.start].kind
     rotations = random_rotations(sizes, 0, kind=kind, sites=config.rotations)
     return Transform(rotations, shifts=no_shifts(sizes) if config.learn.shifts else {})
-
-
-def given(config: RunConfig, model: Model) -> Transform:
-    """The rotations of another run that learning starts with, `saved` in a configuration."""
-    return load_rotations(
-        Path(config.saved or ""),
-        sizes=model.network.config,
-        identity=model.identity,
-        allow_mismatch=config.allow_mismatch,
-    )[0]
 
 
 def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:

@@ -35,7 +35,7 @@ def prepare(inputs: Inputs, name: str, seed: int) -> Prepared:
         known = _known(metadata, *_LEARNED, *_WEIGHTS)
         facts = {"network": str(path), "weights": metadata["weight_bits"], **known}
         return Prepared(network=jax.tree.map(jnp.asarray, network), facts=facts)
-    transform, metadata = _rotations(path, config, model, config.fitting_weight_bits)
+    transform, metadata = saved_rotations(config, model, config.fitting_weight_bits)
     keep_transform(inputs, RECORD.name, transform)  # the run stands on its own then
     return Prepared(transform, {"rotations": str(path), **_known(metadata, *_LEARNED)})
 
@@ -53,7 +53,7 @@ def expect(config: RunConfig, model: Model) -> Transform:
     if is_network(path):
         _network(path, config, model)
         return Transform()
-    return _rotations(path, config, model)[0]
+    return saved_rotations(config, model)[0]
 
 
 def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
@@ -61,7 +61,7 @@ def recall(inputs: Inputs, row: Mapping[str, Any]) -> Transform | None:
     path, config = _path(inputs.config), inputs.config
     if not path.exists() or is_network(path):
         return None
-    return _rotations(path, config, inputs.model)[0]
+    return saved_rotations(config, inputs.model)[0]
 
 
 def _network(path: Path, config: RunConfig, model: Model) -> tuple[Network, dict[str, Any]]:
@@ -73,11 +73,12 @@ def _network(path: Path, config: RunConfig, model: Model) -> tuple[Network, dict
     return network, about | ({"mismatch": mismatch} if mismatch else {})
 
 
-def _rotations(
-    path: Path, config: RunConfig, model: Model, weight_bits: int | None = None
+def saved_rotations(
+    config: RunConfig, model: Model, weight_bits: int | None = None
 ) -> tuple[Transform, dict[str, Any]]:
+    """The rotation file that a configuration names, and its metadata; see `load_rotations`."""
     return load_rotations(
-        path,
+        _path(config),
         sizes=model.network.config,
         identity=model.identity,
         allow_mismatch=config.allow_mismatch,
