@@ -17,8 +17,9 @@ from rich.table import Table
 from qrot.calibrate.capture import mean_inputs
 from qrot.calibrate.moments import Moments, change_layers
 from qrot.evaluate.losses import token_nll
-from qrot.grid import Grid, quantise
+from qrot.grid import Grid
 from qrot.hadamard.factors import hadamard_factors
+from qrot.integers import quantise
 from qrot.kernels.fwht import fwht
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.kernels.matmul import int4_matmul, int8_matmul

@@ -1,6 +1,6 @@
-"""What a quantised number is: a grid of integers, and rounding to it with a useful gradient.
+"""What a quantised number is: codes times a scale, and rounding to them with a useful gradient.
 
-`fake_quantise` returns the values that integers on the grid stand for. Its derivative passes
+`fake_quantise` returns the values that codes on the grid stand for. Its derivative passes
 straight through the rounding, but follows the scale: scale, zero point and clipping are functions
 of the extremes of x, and a rotation that is to shrink those extremes needs their derivatives.
 """
@@ -12,20 +12,21 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int8
+from jaxtyping import Array, Bool, Float
 
+from qrot.codebook import CODEBOOKS, SCALE_RULES, divide
 from qrot.errors import InputError
 
 OFF = 16  # a grid of 16 bits leaves its numbers alone
+FOUR_OVER_SIX = "four_over_six"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers q for one kind of tensor: value ~ (q - zero) * scale.
+    """The codes q for one kind of tensor: value ~ (q - zero) * scale.
 
     Attributes:
-        bits: b, of an integer; 16 leaves values alone.
+        bits: b, of a code; 16 leaves values alone. By default those of the codebook, or 16.
         kind: how scale and zero follow from the extremes of the values that share them.
             `symmetric`: scale = clip absmax / (2^(b-1) - 1), q in [-2^(b-1), 2^(b-1) - 1], zero 0;
             at 4 bits absmax/7 (QuaRot, SpinQuant). `symmetric_half`: scale = clip absmax /
@@ -37,31 +38,54 @@ class Grid:
             neighbours along the axis that the product sums over. None: the usual one of the role
             (weights channel, activations token, keys and values head).
         group: values of a group; None without groups.
-        clip: factor on the extremes, below 1 to spend the integers on the bulk; `mse` (weights
-            only) searches for each scale the factor of least squared error.
+        clip: factor on the extremes, below 1 to spend the codes on the bulk; `mse` (weights only)
+            searches for each scale the factor of least squared error. `four_over_six` (e2m1 only):
+            1 or 1.5, which puts the largest value on 4 in place of 6, whichever has the smaller
+            squared error for those that share the scale (Cook et al., 2025, arXiv 2512.02010).
         threshold: (activations only) channels with a value above it, in any of the tokens that are
             there, are left alone, and do not count for the scales: LLM.int8() (Dettmers et al.,
             2022, arXiv 2208.07339) with 6.0; 0 for none.
+        codebook: what codes stand for: integers, or symmetric about 0 and scaled by absmax over the
+            largest of them: e2m1 (FP4, up to 6), e4m3 (FP8, up to 448), e5m2 (FP8, up to 57344),
+            nf4 (quantiles of a normal distribution, up to 1).
+        scale: how scales are stored: in float32 or wider; with groups also in e4m3 under a tensor
+            scale (NVFP4), or e8m0, powers of two (MXFP4). See `qrot.codebook`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    bits: int = OFF
+    bits: int = None  # pyright: ignore[reportAssignmentType] (never None after __post_init__)
     kind: Literal["symmetric", "symmetric_half", "asymmetric"] = "symmetric"
     granularity: Literal["tensor", "token", "channel", "head", "group"] | None = None
     group: int | None = None
-    clip: float | Literal["mse"] = 1.0
+    clip: float | Literal["mse", "four_over_six"] = 1.0
     threshold: float = 0.0
+    codebook: Literal["int", "e2m1", "e4m3", "e5m2", "nf4"] = "int"
+    scale: Literal["float32", "e4m3", "e8m0"] = "float32"
 
     def __post_init__(self):
+        if self.bits is None:
+            bits = OFF if self.integers else CODEBOOKS[self.codebook].bits
+            object.__setattr__(self, "bits", bits)
         if not 2 <= self.bits <= OFF:
             raise InputError(f"bits: {self.bits} is outside 2 to {OFF} ({OFF} leaves it alone)")
         if (self.granularity == "group") != (self.group is not None):
             raise InputError("granularity: 'group' goes with a group size, and only with it")
         if self.group is not None and self.group < 1:
             raise InputError(f"group: {self.group} is not positive")
-        if self.clip != "mse" and not 0 < self.clip <= 1:
+        if not isinstance(self.clip, str) and not 0 < self.clip <= 1:
             raise InputError(f"clip: {self.clip} is outside 0 to 1")
+        if self.clip == FOUR_OVER_SIX and self.codebook != "e2m1":
+            raise InputError(f"clip: '{FOUR_OVER_SIX}' is for codebook e2m1, not {self.codebook}")
+        if not self.integers and self.kind != "symmetric":
+            raise InputError(
+                f"kind: '{self.kind}' is of integers; codebook {self.codebook} has one"
+            )
+        if not self.integers and self.bits not in (CODEBOOKS[self.codebook].bits, OFF):
+            has = CODEBOOKS[self.codebook].bits
+            raise InputError(f"bits: codebook {self.codebook} has {has}, not {self.bits}")
+        if self.scale != "float32" and self.granularity != "group":
+            raise InputError(f"scale: {self.scale} is for granularity 'group'")
         if self.threshold < 0:
             raise InputError(f"threshold: {self.threshold} is negative (0 is none)")
 
@@ -71,19 +95,62 @@ class Grid:
         return self.bits < OFF
 
     @property
-    def qmin(self) -> int:
+    def integers(self) -> bool:
+        """Whether its codes are integers."""
+        return self.codebook == "int"
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether its values are integers of at most 8 bits, for products of integers."""
+        return self.integers and self.bits <= 8 and not self.threshold
+
+    @property
+    def integer_bits(self) -> int | None:
+        """Bits of the integers that values are, times scale and `unit`; None where they are not."""
+        if self.integers:
+            return self.bits
+        book = CODEBOOKS[self.codebook]
+        return None if book.unit is None else 1 + int(book.largest / book.unit).bit_length()
+
+    @property
+    def label(self) -> str:
+        """The name in `GRIDS`, or bits of integers, or the codebook's name."""
+        if not self.on or self.integers:
+            return str(self.bits)
+        own = self.codebook, self.scale, self.group
+        alike = (n for n, g in GRIDS.items() if (g.codebook, g.scale, g.group) == own)
+        return next(alike, self.codebook.upper())
+
+    @property
+    def unit(self) -> float:
+        """What codes are integers of at most 8 bits times; 1 where they are not, too."""
+        return 1.0 if self.integers else CODEBOOKS[self.codebook].unit or 1.0
+
+    @property
+    def qmin(self) -> int | float:
         """The lowest q."""
+        if not self.integers:
+            return -CODEBOOKS[self.codebook].largest
         return 0 if self.kind == "asymmetric" else -(2 ** (self.bits - 1))
 
     @property
-    def qmax(self) -> int:
+    def qmax(self) -> int | float:
         """The highest q."""
-        return self.qmin + 2**self.bits - 1
+        return self.qmin + 2**self.bits - 1 if self.integers else CODEBOOKS[self.codebook].largest
 
     @property
     def q_range(self) -> float:
         """Scales between zero (symmetric) or the minimum (asymmetric) and the largest value."""
         return self.qmax + 0.5 if self.kind == "symmetric_half" else float(self.qmax)
+
+
+GRIDS = {
+    "NVFP4": Grid(codebook="e2m1", scale="e4m3", granularity="group", group=16),
+    "MXFP4": Grid(codebook="e2m1", scale="e8m0", granularity="group", group=32),
+    "MXFP8": Grid(codebook="e4m3", scale="e8m0", granularity="group", group=32),
+    "FP8": Grid(codebook="e4m3"),
+    "NF4": Grid(codebook="nf4", granularity="group", group=64),
+}
 
 
 def fake_quantise(
@@ -106,7 +173,7 @@ def fake_quantise(
         scale_gradient: whether the derivative follows the scale, or takes it for a constant.
 
     Returns:
-        The values that the nearest integers stand for, in x's dtype and shape.
+        The values that the nearest codes stand for, in x's dtype and shape.
 
     Raises:
         InputError: where a group does not divide the axis.
@@ -120,76 +187,9 @@ def fake_quantise(
             jnp.where(large, 0, x), plain, axis=axis, clip=clip, scale_gradient=scale_gradient
         )
         return jnp.where(large, x, rest)
-    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
-    grouped, axes = _sharing(x, grid, axis % x.ndim)
+    grouped, axes = sharing(x, grid, axis % x.ndim)
+    clip = _ratio(grouped, clip, grid, axes)
     return _fake_quantise(grouped, clip, grid, axes, scale_gradient).reshape(x.shape)
-
-
-class Quantised(struct.PyTreeNode):
-    """Integers of at most 8 bits that stand for values: value ~ (codes - zero) * scale + shift.
-
-    Attributes:
-        codes: as wide as the grid, signed: those of an asymmetric grid are q - 2^(b-1).
-        scale: the shape of codes, but for the axes that share one, which are 1, or the number of
-            groups.
-        zero: of the same shape, and less 2^(b-1) as codes are; None on a symmetric grid.
-        shift: added at last; None for none.
-    """
-
-    codes: Int8[Array, "..."]
-    scale: Float[Array, "..."]
-    zero: Int8[Array, "..."] | None = None
-    shift: Float[Array, "..."] | None = None
-
-
-def quantise(
-    x: Float[Array, "..."],
-    grid: Grid,
-    *,
-    axis: int = -1,
-    clip: Float[Array, "..."] | float | None = None,
-) -> Quantised:
-    """The integers whose values `fake_quantise` returns, to the last bit. Arguments as there.
-
-    Raises:
-        ValueError: where the grid is wider than 8 bits or has a threshold.
-        InputError: where a group does not divide the axis.
-    """
-    if grid.bits > 8 or grid.threshold:
-        raise ValueError(
-            f"a grid of {grid.bits} bits with threshold {grid.threshold} is no integer"
-        )
-    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
-    axis = axis % x.ndim
-    grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis)
-    scale, zero = scale_and_zero(grouped, clip, grid, axes)
-    codes, half = nearest(grouped, scale, zero, grid), 2 ** (grid.bits - 1)
-    if zero is not None:
-        zero = zero - half
-        codes = codes + zero
-    if grid.group is not None:
-        scale, zero = jax.tree.map(lambda s: s.squeeze(axis + 1), (scale, zero))
-    codes = codes.reshape(x.shape).astype(jnp.int8)
-    return Quantised(codes, scale, None if zero is None else zero.astype(jnp.int8))
-
-
-def dequantise(x: Quantised, *, axis: int = -1) -> Float[Array, "..."]:
-    """The values that integers stand for.
-
-    Args:
-        x: the integers.
-        axis: the one that groups run along.
-    """
-    groups, n = x.scale.shape[axis], x.codes.shape[axis]
-
-    def each(s):
-        return jnp.repeat(s, n // groups, axis) if 1 < groups < n else s
-
-    codes = x.codes.astype(x.scale.dtype)
-    if x.zero is not None:
-        codes = codes - each(x.zero).astype(x.scale.dtype)
-    values = codes * each(x.scale)
-    return values if x.shift is None else values + x.shift.astype(values.dtype)
 
 
 def expected_error(
@@ -202,8 +202,9 @@ def expected_error(
     """The squared error that rounding each value to its grid is expected to make; no rounding here.
 
     Between the ends of the grid s^2 / 12, as for values that fall anywhere between two integers
-    (Bennett, 1948); beyond an end the squared distance to it is added. Smooth but for the extremes
-    of x, where the error itself is a sawtooth. Arguments as for `fake_quantise`.
+    (Bennett, 1948), and for other codes what `Codebook.variance` says; beyond an end the squared
+    distance to it is added. Smooth but for the extremes of x, where the error itself is a sawtooth.
+    Arguments as for `fake_quantise`.
     """
     if not grid.on:
         return jnp.zeros_like(x)
@@ -212,17 +213,32 @@ def expected_error(
         plain = replace(grid, threshold=0.0)
         rest = expected_error(jnp.where(large, 0, x), plain, axis=axis, clip=clip)
         return jnp.where(large, 0, rest)
-    clip = jnp.asarray(grid.clip if clip is None else clip, jnp.float32)
-    grouped, axes = _sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
+    grouped, axes = sharing(x.astype(jnp.promote_types(x.dtype, jnp.float32)), grid, axis % x.ndim)
+    clip = _ratio(grouped, clip, grid, axes)
     if grid.kind == "asymmetric":
         low = jnp.minimum(grouped.min(axes, keepdims=True), 0) * clip
         high = jnp.maximum(grouped.max(axes, keepdims=True), 0) * clip
         step = (high - low) / grid.q_range
     else:
-        step = jnp.abs(grouped).max(axes, keepdims=True) * clip / grid.q_range
+        absmax = jnp.abs(grouped).max(axes, keepdims=True) * clip
+        step = absmax / grid.q_range
+        if grid.scale != "float32":  # the derivative passes straight through the scale's rounding
+            stored = jax.lax.stop_gradient(_stored_scale(absmax, grid, axes))
+            step = stored + step - jax.lax.stop_gradient(step)
         low, high = grid.qmin * step, grid.qmax * step
     beyond = grouped - jnp.clip(grouped, low, high)
-    return (jnp.square(step) / 12 + jnp.square(beyond)).reshape(x.shape)
+    variance = 1 / 12 if grid.integers else _variance(grouped, step, grid, axes)
+    return (jnp.square(step) * variance + jnp.square(beyond)).reshape(x.shape)
+
+
+def _variance(x, scale, grid: Grid, axes: tuple[int, ...]) -> Array:
+    """Of rounding x / scale to a codebook. The largest value is on a code, and what is beyond the
+    largest code has that for certain: with uneven cells theirs would be the largest."""
+    t = divide(x, _no_zeros(scale))
+    known = jnp.abs(t) >= grid.q_range
+    if SCALE_RULES[grid.scale].keeps_largest:
+        known |= jnp.abs(x) == jnp.abs(x).max(axes, keepdims=True)
+    return jnp.where(known, 0, CODEBOOKS[grid.codebook].variance(t))
 
 
 def outliers(x: Float[Array, "..."], threshold: float, axis: int = -1) -> Bool[Array, "..."]:
@@ -231,7 +247,7 @@ def outliers(x: Float[Array, "..."], threshold: float, axis: int = -1) -> Bool[A
     return (jnp.abs(x) > threshold).any(others, keepdims=True)
 
 
-def _sharing(x, grid: Grid, axis: int):
+def sharing(x, grid: Grid, axis: int):
     """x, reshaped where the grid has groups, and the axes along which values share a scale."""
     if grid.group is not None:
         shape, n = x.shape, x.shape[axis]
@@ -251,32 +267,45 @@ def scale_and_zero(x, clip, grid: Grid, axes: tuple[int, ...]):
     if grid.kind == "asymmetric":
         low, high = x.min(axes, keepdims=True), x.max(axes, keepdims=True)
         return scale_between(low, high, clip, grid)
-    return scale_between(None, jnp.abs(x).max(axes, keepdims=True), clip, grid)
+    absmax = jnp.abs(x).max(axes, keepdims=True) * clip
+    return _no_zeros(_stored_scale(absmax, grid, axes)), None
+
+
+def _stored_scale(absmax, grid: Grid, axes: tuple[int, ...]) -> Array:
+    """The scale by the rule that it is stored by; along the groups and all behind them, which is
+    one token or a whole weight, they share a tensor scale."""
+    together = tuple(range(axes[0] - 1, absmax.ndim)) if grid.group is not None else ()
+    return SCALE_RULES[grid.scale].store(absmax, grid.q_range, together)
+
+
+def _ratio(x, clip, grid: Grid, axes: tuple[int, ...]) -> Array:
+    """The clip ratio that is asked for, or the grid's own."""
+    clip = grid.clip if clip is None else clip
+    if not (isinstance(clip, str) and clip == FOUR_OVER_SIX):
+        return jnp.asarray(clip, jnp.float32)
+    x = jax.lax.stop_gradient(x)
+
+    def error(ratio: float) -> Array:
+        wrong = _to_nearest(x, jnp.float32(ratio), grid, axes, False) - x
+        return jnp.square(wrong).sum(axes, keepdims=True)
+
+    return jnp.where(error(1.5) < error(1.0), jnp.float32(1.5), jnp.float32(1.0))
 
 
 def scale_between(low, high, clip, grid: Grid):
     """Scale and zero point by the extremes; on a symmetric grid high is the largest magnitude."""
     if grid.kind == "asymmetric":
         low, high = jnp.minimum(low, 0) * clip, jnp.maximum(high, 0) * clip
-        scale = _no_zeros(_divide(high - low, grid.q_range))
-        return scale, jnp.round(_divide(-low, scale))
-    return _no_zeros(_divide(high * clip, grid.q_range)), None
-
-
-def _divide(x, y):
-    """x / y, correctly rounded, where XLA would multiply by the reciprocal of a scalar or a scale.
-
-    On the grid absmax/7.5 the largest value lies just between two integers: the last bit of the
-    quotient decides, and should do so as in PyTorch. The condition is false for every number.
-    """
-    return x / jnp.where(jnp.isnan(x), x, y)
+        scale = _no_zeros(divide(high - low, grid.q_range))
+        return scale, jnp.round(divide(-low, scale))
+    return _no_zeros(divide(high * clip, grid.q_range)), None
 
 
 def elementwise_scale_and_zero(
     x: Float[Array, "..."], grid: Grid, *, axis: int, clip: Float[Array, "..."] | float
 ) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
     """Scale and zero point of every value, in x's shape; `fake_quantise` rounds by these."""
-    grouped, axes = _sharing(x, grid, axis % x.ndim)
+    grouped, axes = sharing(x, grid, axis % x.ndim)
     found = scale_and_zero(grouped, jnp.asarray(clip, jnp.float32), grid, axes)
     return jax.tree.map(lambda s: jnp.broadcast_to(s, grouped.shape).reshape(x.shape), found)
 
@@ -299,7 +328,12 @@ def nearest(x, scale, zero, grid: Grid):
     low, high = grid.qmin, grid.qmax
     if zero is not None:
         low, high = low - zero, high - zero
-    return jnp.clip(jnp.round(_divide(x, scale)), low, high)
+    return jnp.clip(_rounded(divide(x, scale), grid), low, high)
+
+
+def _rounded(t, grid: Grid) -> Array:
+    """The code next to t, and beyond the ends what would be next if codes went on."""
+    return jnp.round(t) if grid.integers else CODEBOOKS[grid.codebook].nearest(t)
 
 
 def _forward(x, clip, grid, axes, scale_gradient):
@@ -321,8 +355,8 @@ def _backward(grid, axes, scale_gradient, saved, g):
     low, high = grid.qmin, grid.qmax
     if zero is not None:
         low, high = low - zero, high - zero
-    t = _divide(x32, scale)
-    rounded = jnp.round(t)
+    t = divide(x32, scale)
+    rounded = _rounded(t, grid)
     inside = (rounded >= low) & (rounded <= high)
     g_x = jnp.where(inside, g, 0)
 

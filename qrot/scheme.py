@@ -11,7 +11,7 @@ from typing import Any
 from flax.core import FrozenDict
 
 from qrot.errors import InputError
-from qrot.grid import OFF, Grid
+from qrot.grid import GRIDS, OFF, Grid
 from qrot.sites import PROJECTIONS, SITES
 
 _ALONE = Grid()  # 16 bits: what it is for is left alone
@@ -100,10 +100,17 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The short name in use in the field, such as W4A4KV4."""
-        k, v = self.keys.bits, self.values.bits
+        """The short name in use in the field, such as W4A4KV4, or NVFP4KV16."""
+        w, a, k, v = (grid.label for grid in self.grids.values())
         cache = f"KV{k}" if k == v else f"K{k}V{v}"
-        return f"W{self.weights.bits}A{self.activations.bits}{cache}"
+        if w in GRIDS and a in (w, str(OFF)):
+            return f"{w}{cache}" if a == w else f"{w}A{a}{cache}"
+        return f"W{w}A{a}{cache}"
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """Of weights, activations, keys and values."""
+        return {role: getattr(self, role) for role in _GRANULARITY}
 
 
 def scheme_named(name: str, weights: Grid, activations: Grid, cache: Grid = _ALONE) -> Scheme:

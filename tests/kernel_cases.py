@@ -10,8 +10,9 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from qrot.grid import Grid, Quantised
+from qrot.grid import Grid
 from qrot.hadamard.factors import hadamard_dense
+from qrot.integers import Quantised
 from qrot.kernels.fwht import fwht
 from qrot.kernels.kv4 import empty_heads
 

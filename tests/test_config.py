@@ -69,7 +69,8 @@ def test_what_is_written_is_read_back(file):
         ("scheme.weights.bits=four", "scheme.weights.bits: expected an integer, not 'four'"),
         ("scheme.weights.bits=4.0", "scheme.weights.bits: expected an integer, not 4.0"),
         ("scheme.weights.bits=true", "scheme.weights.bits: expected an integer, not True"),
-        ("scheme.weights.clip=big", "scheme.weights.clip: expected a number or 'mse', not 'big'"),
+        ("scheme.weights.clip=big",
+         "scheme.weights.clip: expected a number or one of 'mse', 'four_over_six', not 'big'"),
         ("learn.steps='3'", "learn.steps: expected an integer, not '3'"),
         ("learn.shifts=1", "learn.shifts: expected true or false, not 1"),
         ("learn.objective=mse", "learn.objective: there is no 'mse'; expected one of "
@@ -94,7 +95,7 @@ def test_what_is_written_is_read_back(file):
         ("seeds=3", "seeds: expected a list, not 3"),
         ("seeds=[0, x]", "seeds.1: expected an integer, not 'x'"),
         ("scheme.keys=4", "scheme.keys: expected a section with keys bits, kind, granularity, "
-         "group, clip, threshold, not 4"),
+         "group, clip, threshold, codebook, scale, not 4"),
         ("scheme.overrides=[{weights: 8}]", "scheme.overrides.0.match: this key is needed"),
         ("model=null", "model: expected a text or a section with keys base, adapters, combine, "
          "density, seed, not None"),

@@ -21,8 +21,9 @@ from kernel_cases import (
 )
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Quantised, dequantise, quantise
+from qrot.grid import Grid
 from qrot.hadamard.factors import hadamard_dense
+from qrot.integers import Quantised, dequantise, quantise
 from qrot.kernels.dispatch import choose, device_of, emulated
 from qrot.kernels.fwht import fwht
 from qrot.kernels.matmul import int4_matmul, int8_matmul

@@ -7,7 +7,8 @@ import pytest
 from kernel_cases import BF16, F16, F32, ULP, gpu_interpreter, normal, same_as_dense
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Quantised, dequantise, quantise
+from qrot.grid import Grid
+from qrot.integers import Quantised, dequantise, quantise
 from qrot.kernels.dispatch import emulated
 from qrot.kernels.fwht import fwht
 from qrot.kernels.matmul import int4_matmul, int8_matmul

@@ -7,7 +7,8 @@ import pytest
 from kernel_cases import BF16, F16, F32, RACES, TPU, ULP, gpu_interpreter, no_races, normal
 
 from qrot.errors import InputError
-from qrot.grid import Grid, dequantise, quantise
+from qrot.grid import Grid
+from qrot.integers import dequantise, quantise
 from qrot.kernels.dispatch import emulated
 from qrot.kernels.kv4 import append, attend, empty_heads
 from qrot.model.decode import decode_step, empty_cache

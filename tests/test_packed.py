@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from learned import ALL, put, some_clips, some_shifts
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Quantised, dequantise, fake_quantise, quantise
+from qrot.grid import Grid, fake_quantise
+from qrot.integers import Quantised, dequantise, quantise
 from qrot.kernels.kv4 import PackedHeads
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.kernels.pack import pack_int4, unpack_int4

@@ -13,7 +13,8 @@ from models import VARIANTS
 
 from qrot.calibrate.capture import capture
 from qrot.calibrate.moments import gather_layers
-from qrot.grid import Grid, quantise
+from qrot.grid import Grid
+from qrot.integers import quantise
 from qrot.kernels.kv4 import empty_heads, pack_heads
 from qrot.model.decode import empty_cache
 from qrot.model.params import Linear, PackedLinear, Params

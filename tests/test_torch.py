@@ -1,5 +1,7 @@
 """qrot.export.runtime.qrot_torch computes in PyTorch what qrot computes in JAX."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from exports import everything
 from models import VARIANTS
 
 from qrot.export.verify import logits_in_torch
-from qrot.grid import Grid
+from qrot.grid import GRIDS, Grid
 from qrot.grid import fake_quantise as in_jax
 from qrot.hadamard.factors import hadamard_factors, hadamard_matrix
 from qrot.kernels.fwht import fwht
@@ -58,6 +60,19 @@ def test_rounding_to_a_grid(granularity, kind, dtype):
         np.testing.assert_allclose(found, expected, rtol=1e-6 if dtype == "float32" else 2**-7)
     else:
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("clip", [1.0, "four_over_six"])
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "MXFP8", "FP8"])
+def test_rounding_to_numbers_that_are_no_integers(name, clip):
+    if clip != 1.0 and GRIDS[name].codebook != "e2m1":
+        pytest.skip("there is no such grid")
+    scheme = Scheme(activations=replace(GRIDS[name], clip=clip))
+    x = random(2, 5, 64) * np.exp(3 * random(2, 5, 64, seed=1))
+    x[0, 0] = 0
+    grid = grids_by_layer(scheme, 1)[0][2]["qkv"]
+    found = qt.fake_quantise(torch.tensor(x), grid).numpy()
+    np.testing.assert_array_equal(found, in_jax(jnp.asarray(x), scheme.activations))
 
 
 def test_outlier_channels():

@@ -10,7 +10,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Int8
 
 from qrot.errors import InputError
-from qrot.grid import Grid, Quantised, dequantise
+from qrot.grid import Grid
+from qrot.integers import Quantised, dequantise
 from qrot.kernels.attention import attention
 from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.pack import pack_int4, unpack_int4
@@ -34,7 +35,7 @@ class PackedHeads(struct.PyTreeNode):
 
 def fits(grid: Grid) -> bool:
     """Whether keys or values on this grid can be stored as integers, token by token."""
-    return grid.bits <= 8 and grid.granularity != "tensor"
+    return grid.in_bytes and grid.granularity != "tensor"
 
 
 def empty_heads(shape: tuple[int, ...], grid: Grid, dtype: Any = jnp.float32) -> PackedHeads:

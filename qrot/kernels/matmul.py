@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.errors import InputError
-from qrot.grid import Quantised
+from qrot.integers import Quantised
 from qrot.kernels.dispatch import choose, device_of, interpreting
 from qrot.kernels.pack import unpack_int4
 

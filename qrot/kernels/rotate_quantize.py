@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, Quantised, quantise
+from qrot.grid import Grid
 from qrot.hadamard.factors import hadamard_factors, hadamard_order
+from qrot.integers import Quantised, quantise
 from qrot.kernels.dispatch import choose, interpreting
 from qrot.kernels.fwht import fwht
 
@@ -53,7 +54,7 @@ def rotate_quantize(
 
         return refusal(n, grid, block, x.dtype)
 
-    if grid.bits <= 8 and not grid.threshold:  # otherwise `quantise` says why not
+    if grid.in_bytes:  # otherwise `quantise` says why not
         refusals = {"pallas_tpu": tpu, "mosaic_gpu": gpu}
         chosen = choose("rotate_quantize", implementation, refusals, (x, signs, shift, clip))
         ratio: Any = grid.clip if clip is None else clip

@@ -11,7 +11,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from qrot.grid import fake_quantise, quantise
+from qrot.grid import fake_quantise
+from qrot.integers import quantise
 from qrot.kernels.attention import attention
 from qrot.kernels.rotate_quantize import rotate_quantize
 from qrot.model.config import ModelConfig, RopeScaling

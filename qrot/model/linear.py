@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, Quantised, dequantise
+from qrot.grid import Grid
+from qrot.integers import Quantised, dequantise
 from qrot.kernels.matmul import int4_matmul, int8_matmul
 from qrot.model.params import Linear, PackedLinear
 
 
 def in_integers(grid: Grid) -> bool:
     """Whether activations on this grid go into a product as integers."""
-    whole = grid.granularity in ("token", "tensor")
-    return grid.bits <= 8 and whole and not grid.threshold
+    return grid.in_bytes and grid.granularity in ("token", "tensor")
 
 
 def packed_product(

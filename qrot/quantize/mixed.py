@@ -57,6 +57,10 @@ def check_scheme(scheme: Scheme) -> None:
     """Raise InputError where the scheme has no weights whose bits could be chosen."""
     if not scheme.weights.on:
         raise InputError(f"mixed: scheme.weights.bits is {OFF}, so that no weight is rounded")
+    if not scheme.weights.integers:
+        raise InputError(
+            f"mixed: chooses bits of integers, and scheme.weights is {scheme.weights.label}"
+        )
     if any(override.weights is not None for override in scheme.overrides):
         raise InputError("mixed: chooses the bits of all weights; no override can set any")
 

@@ -52,7 +52,7 @@ def pack(network: Network) -> Network:
             codes,
             linear.scale,
             network.online.shifts.get(SITE_OF[name]),
-            bits=max(grid.bits for grid in each),
+            bits=max(grid.integer_bits or 0 for grid in each),
             sums=any(_keeps_zero(own.sites[SITE_OF[name]]) for own in grids),
         )
     return network.replace(params=network.params.replace(layers=layers.replace(**packed)))
@@ -64,6 +64,8 @@ def _keeps_zero(grid: Grid) -> bool:
 
 
 def _check(linear: Linear, grids: list[Grid], name: str) -> None:
+    if any(grid.integer_bits is None for grid in grids):
+        raise InputError(f"{name}: weights in {grids[0].label} are no integers, so not packed")
     if any(grid.bits > 8 for grid in grids):
         raise InputError(f"{name}: weights of more than 8 bits are not packed")
     if any(grid.kind == "asymmetric" for grid in grids):

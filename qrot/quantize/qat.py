@@ -25,7 +25,7 @@ from qrot.model.decode import generate
 from qrot.model.forward import embedded, forward, project, run_layers
 from qrot.model.params import Layers, Linear, Network
 from qrot.quantize.method import Advance, Rows, WeightMethod, on_symmetric_grid
-from qrot.quantize.rtn import best_clip, scale_by_group
+from qrot.quantize.rtn import clip_ratio, scale_by_group
 from qrot.records import check_count
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import LayerScheme, Scheme, segments
@@ -201,7 +201,7 @@ def student_loss(
 
 def clip_ratios(layers: Layers, scheme: Scheme) -> dict[str, Any]:
     """By projection the clip ratio of each scale, [layers, ...]; None where the grid names one."""
-    if scheme.weights.clip != "mse":
+    if not isinstance(scheme.weights.clip, str):
         return dict.fromkeys(PROJECTIONS)
     return _by_segment(_searched, layers, scheme)
 
@@ -220,7 +220,7 @@ def _by_segment(function: Callable, layers: Any, scheme: Scheme) -> Any:
 def _searched(layers: Layers, grids: LayerScheme) -> dict[str, Any]:
     def one(layer: Layers) -> dict[str, Any]:
         weights = {name: layer.linear(name).weight for name in PROJECTIONS}
-        return {name: best_clip(w, grids.weights[name]) for name, w in weights.items()}
+        return {name: clip_ratio(w, grids.weights[name]) for name, w in weights.items()}
 
     return jax.lax.map(one, layers)
 

@@ -85,6 +85,8 @@ def _check_codebook(network: Network, where: str, name: str, grid: Grid) -> None
             f"scheme.{key}: quip_sharp has codebooks of {', '.join(map(str, SCALES))} bits, and "
             f"{where} is to have {grid.bits}"
         )
+    if not grid.integers:
+        raise InputError(f"scheme.weights.codebook: quip_sharp has its own, not {grid.codebook}")
     if grid.group is not None:
         raise InputError("scheme.weights.group: quip_sharp has one scale a matrix, and no groups")
     inputs = network.params.layers.linear(name).weight.shape[1]

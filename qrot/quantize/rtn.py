@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, elementwise_scale_and_zero, fake_quantise
+from qrot.grid import FOUR_OVER_SIX, Grid, elementwise_scale_and_zero, fake_quantise
 from qrot.model.config import ModelConfig
 from qrot.model.params import Layers, Linear, Network
 from qrot.network import fuse_layer, layer_online
@@ -18,6 +18,10 @@ from qrot.quantize.method import Advance, Rows, WeightMethod, network_grids, uni
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import LayerScheme, layer_scheme
 from qrot.sites import PROJECTIONS
+
+# Ratios of codes with uneven steps are tried from here on: where all codes near the largest are far
+# apart, a larger scale can be better, too.
+_ABOVE = 1.5
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def round_with_scale(
     weight: Float[Array, "in out"], grid: Grid
 ) -> tuple[Float[Array, "in out"], Float[Array, "groups out"] | None]:
     """One weight matrix as `round_weight` rounds it, and its scales as `Linear` has them."""
-    clip = _clip(weight, grid)
+    clip = clip_ratio(weight, grid)
     rounded = fake_quantise(weight, grid, axis=-2, clip=clip)
     return rounded, scale_by_group(weight, grid, clip)
 
@@ -103,8 +107,9 @@ def scale_by_group(
 
 
 def by_group(scale: Float[Array, "in out"], grid: Grid) -> Float[Array, "groups out"]:
-    """One of the equal scales of each group of inputs."""
-    return scale[:: grid.group or scale.shape[0]]
+    """One of the equal scales of each group of inputs, times the unit of the codes: where codes are
+    whole units, weights are integers times what is in `Linear.scale`."""
+    return scale[:: grid.group or scale.shape[0]] * grid.unit
 
 
 def rtn_layer(layer: Layers, grids: LayerScheme, *, scale_gradient: bool = True) -> Layers:
@@ -146,27 +151,31 @@ def weight_scale_and_zero(
     weight: Float[Array, "in out"], grid: Grid
 ) -> tuple[Float[Array, "in out"], Float[Array, "in out"] | None]:
     """Scale and zero point of each weight, by which `round_weight` rounds; see `Grid`."""
-    return elementwise_scale_and_zero(weight, grid, axis=-2, clip=_clip(weight, grid))
+    return elementwise_scale_and_zero(weight, grid, axis=-2, clip=clip_ratio(weight, grid))
 
 
 def round_weight(
     weight: Float[Array, "in out"], grid: Grid, scale_gradient: bool = True
 ) -> Float[Array, "in out"]:
     """One weight matrix on its grid, with the grid's clip ratio or the one searched for."""
-    clip = _clip(weight, grid)
+    clip = clip_ratio(weight, grid)
     return fake_quantise(weight, grid, axis=-2, clip=clip, scale_gradient=scale_gradient)
 
 
-def _clip(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "..."] | float:
-    if grid.clip == "mse":
-        return best_clip(weight, grid) if grid.on else 1.0
-    return grid.clip
+def clip_ratio(weight: Float[Array, "in out"], grid: Grid) -> Float[Array, "..."] | float:
+    """The ratio of the grid, or for each scale the one that was searched for."""
+    if not isinstance(grid.clip, str):
+        return grid.clip
+    if grid.clip == FOUR_OVER_SIX:
+        return best_clip(weight, grid, highest=1.5, lowest=1.5)
+    return best_clip(weight, grid, highest=None if grid.integers else _ABOVE)
 
 
 def best_clip(
     weight: Float[Array, "in out"],
     grid: Grid,
     *,
+    highest: float | None = None,
     lowest: float = 0.4,
     step: float = 0.02,
     hessian: Float[Array, "in in"] | None = None,
@@ -176,7 +185,8 @@ def best_clip(
     Args:
         weight: to be rounded.
         grid: that it is rounded to.
-        lowest, step: of the ratios 1, 1 - step, ... that are tried.
+        highest, lowest, step: of the ratios that are tried beside 1: highest, highest - step, ...;
+            1 - step at first by default.
         hessian: H = X^T X of the inputs, for the error e^T H e of the weights e that share a
             scale, by their own inputs, instead of e^T e.
 
@@ -205,7 +215,9 @@ def best_clip(
         return (jnp.minimum(now, least), jnp.where(now < least, clip, chosen)), None
 
     whole = error(1.0)
-    candidates = jnp.arange(1 - step, lowest - step / 2, -step, dtype=weight.dtype)
+    first = 1 - step if highest is None else highest
+    candidates = jnp.arange(first, lowest - step / 2, -step, dtype=weight.dtype)
+    candidates = candidates if grid.on else candidates[:0]
     (_, chosen), _ = jax.lax.scan(better, (whole, jnp.ones_like(whole)), candidates)
     return chosen if grid.granularity == "group" else chosen[0]
 

@@ -14,6 +14,7 @@ from qrot.run.check import check_names
 from qrot.run.config import RunConfig, resolved
 from qrot.run.explain import build, check_values
 from qrot.run.methods import METHODS
+from qrot.run.named import expanded
 from qrot.run.older import translated
 from qrot.scheme import Scheme
 
@@ -63,9 +64,11 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise InputError(f"{path}: expected keys with values, not {short(settings)}")
+    settings = expanded(settings)
     done: dict[str, str] = {}  # overrides by their keys
     for override in overrides:
         key = _put(settings, override)
+        settings = expanded(settings)
         for earlier in done:
             if earlier == key or earlier.startswith(f"{key}."):
                 undone = f"{shown(override)} undoes {shown(done[earlier])} before it"
@@ -98,7 +101,7 @@ def validate(settings: dict[str, Any]) -> RunConfig:
     Raises:
         InputError: as `read_config` does.
     """
-    settings = translated(settings)
+    settings = expanded(translated(settings))
     check_values(settings)
     config = build(RunConfig, settings)
     check_names(config)

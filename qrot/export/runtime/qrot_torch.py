@@ -26,7 +26,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _CACHE = ("keys", "values")
 _SITES = ("qkv", "o", "gate_up", "down", *_CACHE)
 _ROTATIONS, _KINDS = ("residual", "value", "key", "down"), ("scales", "shifts", "clips")
-_GRID = {"bits", "kind", "granularity", "group", "clip", "threshold"}
+_GRID = {"bits", "kind", "granularity", "group", "clip", "threshold", "codebook", "scale"}
+# Bits of the mantissa, the lowest exponent, the largest value.
+_FLOATS = {"e2m1": (1, 0, 6.0), "e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 Parts = dict[str, Tensor]
 
 
@@ -60,10 +62,17 @@ def fake_quantise(x: Tensor, grid: dict[str, Any], clip: Tensor | None = None) -
         wide = wide.unflatten(-1, (-1, grid["group"]))
     token = (1, 3) if x.ndim == 4 else last
     axes = {"group": last, "head": last, "token": token, "tensor": tuple(range(x.ndim))}[by]
+    book = grid.get("codebook", "int")
+    if clip is None and grid["clip"] == "four_over_six":
+        ways = [fake_quantise(x, grid, torch.tensor(ratio)) for ratio in (1.0, 1.5)]
+        wrong = [(y - x).square().reshape(wide.shape).sum(axes, keepdim=True) for y in ways]
+        first, second = (y.reshape(wide.shape) for y in ways)
+        return torch.where(wrong[1] < wrong[0], second, first).reshape(x.shape)
     # In float32 as qrot has it: 0.9 is another number in float64.
     clip = torch.tensor(grid["clip"], dtype=torch.float32) if clip is None else clip
     clip = clip.to(wide.device, wide.dtype)
-    zero: Tensor | int = 2 ** (bits - 1)
+    half = 2 ** (bits - 1)
+    zero: Tensor | int = half
     if kind == "asymmetric":
         low = wide.amin(axes, keepdim=True).clamp(max=0) * clip
         high = wide.amax(axes, keepdim=True).clamp(min=0) * clip
@@ -71,11 +80,37 @@ def fake_quantise(x: Tensor, grid: dict[str, Any], clip: Tensor | None = None) -
         scale = torch.where(scale == 0, 1, scale)
         zero = (-low / scale).round()
     else:
-        steps = {"symmetric": zero - 1, "symmetric_half": zero - 0.5}[kind]
-        scale = wide.abs().amax(axes, keepdim=True) * clip / steps
+        steps = {"symmetric": half - 1.0, "symmetric_half": half - 0.5}[kind]
+        steps = _FLOATS[book][2] if book in _FLOATS else steps
+        scale = _stored(wide.abs().amax(axes, keepdim=True) * clip, steps, grid.get("scale"))
         scale = torch.where(scale == 0, 1, scale)
+    if book in _FLOATS:
+        largest = _FLOATS[book][2]
+        values = _nearest(wide / scale, book).clamp(-largest, largest) * scale
+        return values.reshape(x.shape).to(x.dtype)
     q = torch.clamp((wide / scale).round(), -zero, 2**bits - 1 - zero)
     return (q * scale).reshape(x.shape).to(x.dtype)
+
+
+def _nearest(t: Tensor, book: str) -> Tensor:
+    """The number of a codebook next to t, ties to even; past the largest as if it went on."""
+    mantissa, lowest, _ = _FLOATS[book]
+    step = torch.ldexp(torch.ones_like(t), (torch.frexp(t).exponent - 1).clamp(lowest) - mantissa)
+    return (t / step).round() * step
+
+
+def _stored(absmax: Tensor, largest: float, rule: str | None) -> Tensor:
+    """absmax / largest as scales are stored: powers of two, or E4M3 times one of them a token."""
+    if rule == "e8m0":
+        fraction, exponent = torch.frexp(absmax)
+        exponent = exponent - 1 + (fraction >= 0.875).int() - int(math.log2(largest))
+        return torch.where(absmax > 0, torch.ldexp(torch.ones_like(absmax), exponent), 0)
+    scale = absmax / largest
+    if rule == "e4m3":
+        fraction, exponent = torch.frexp(scale.amax((-2, -1), keepdim=True) / 448.0)
+        token = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
+        scale = _nearest(scale / token, "e4m3").clamp(2.0**-9) * token
+    return scale
 
 
 def _dense(parts: Parts, x: Tensor, inverse: bool) -> Tensor:

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int8
 
-from qrot.grid import Quantised
+from qrot.integers import Quantised
 from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, load
 
 _PAIRS = 64  # of outputs of a block

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int8, Int32
 
-from qrot.grid import Quantised
+from qrot.integers import Quantised
 from qrot.kernels.mosaic_gpu.layouts import WGMMA, load
 
 _BLOCK = 128  # tokens and outputs of a block, and bytes along the sum

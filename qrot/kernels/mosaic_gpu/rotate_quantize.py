@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, Quantised, nearest, scale_between
+from qrot.grid import Grid, nearest, scale_between
+from qrot.integers import Quantised
 from qrot.kernels.mosaic_gpu import transform
 from qrot.kernels.mosaic_gpu.layouts import WGMMA, cast, load, rounded
 from qrot.kernels.mosaic_gpu.transform import LANES, ROWS, Plan, over_tiles

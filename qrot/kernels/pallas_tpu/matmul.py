@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8, Int32
 
-from qrot.grid import Quantised
+from qrot.integers import Quantised
 from qrot.kernels.pallas_tpu.transform import LANES, exact_dot
 
 _TOKENS, _OUT = 256, 512  # of a block of the result

@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from qrot.grid import Grid, Quantised, nearest, scale_and_zero
+from qrot.grid import Grid, nearest, scale_and_zero
+from qrot.integers import Quantised
 from qrot.kernels.pallas_tpu.transform import (
     DTYPES,
     LANES,
