@@ -83,7 +83,7 @@ def capture(
         if gradients:
             entered.append(place.hidden)
         else:
-            seen.append([_stored(x) for _, (x, _) in done])
+            seen.append([_host(x) for _, (x, _) in done])
         return [np.asarray(h) for h, _ in done]
 
     def backward(place: Place, g: Hidden) -> Hidden:
@@ -93,8 +93,8 @@ def capture(
             for h, dh, at in zip(place.hidden, g, drawn.positions, strict=True)
         ]
         entered.pop()
-        seen.insert(0, [_stored(x) for _, (x, _) in done])
-        derivatives.insert(0, [_stored(dx) for _, (_, dx) in done])
+        seen.insert(0, [_host(x) for _, (x, _) in done])
+        derivatives.insert(0, [_host(dx) for _, (_, dx) in done])
         return [np.asarray(dh) for dh, _ in done]
 
     last = forwards(network, rows, forward, batch=batch)
@@ -157,15 +157,15 @@ def _taken_and_summed(seen: dict[str, Array], at: Int[Array, " vectors"]):
         name: jnp.sum(x[:, 1:].astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(0, 1))
         for name, x in seen.items()
     }
-    return {name: _flat(x)[at] for name, x in seen.items()}, sums
+    return {name: _flat(x)[at].astype(STORED) for name, x in seen.items()}, sums
 
 
 def _taken_with_gradients(seen: dict[str, Array], gradients: dict[str, Array], at):
-    return jax.tree.map(lambda x: _flat(x)[at], (seen, gradients))
+    return jax.tree.map(lambda x: _flat(x)[at].astype(STORED), (seen, gradients))
 
 
-def _stored(seen: dict[str, Array]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x.astype(STORED)) for name, x in seen.items()}
+def _host(seen: dict[str, Array]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in seen.items()}
 
 
 def _joined(seen: list[list[dict[str, np.ndarray]]], each: int) -> dict[str, np.ndarray]:

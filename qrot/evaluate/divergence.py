@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,11 +92,30 @@ def compare(
         batch: rows that run at once.
         advance: called with the rows of each batch that is done.
     """
+    return compare_all(exact_of, (logits_of,), rows, windows, batch=batch, advance=advance)[0]
 
-    def differences(tokens: Int[Array, "batch length"]) -> TokenDifferences:
-        return _differences(exact_of(tokens), logits_of(tokens), tokens)
 
-    parts = list(scored_tokens(differences, rows, windows, batch=batch, advance=advance))
+def compare_all(
+    exact_of: Logits,
+    others: Sequence[Logits],
+    rows: Int[np.ndarray, "count length"],
+    windows: Windows,
+    *,
+    batch: int = 2,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[Divergence]:
+    """Compare several networks with one, whose logits are computed once; arguments as `compare`."""
+
+    def differences(tokens: Int[Array, "batch length"]) -> list[TokenDifferences]:
+        exact = exact_of(tokens)
+        return [_differences(exact, logits_of(tokens), tokens) for logits_of in others]
+
+    found = scored_tokens(differences, rows, windows, batch=batch, advance=advance)
+    return [_summary(parts) for parts in zip(*found, strict=True)]
+
+
+def _summary(parts: Sequence[TokenDifferences]) -> Divergence:
+    """Of all windows."""
     exact, nll, kl, flipped = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Divergence(
         tokens=len(kl),

@@ -17,6 +17,7 @@ from qrot.model.params import Layers, Network
 from qrot.rotation.basis import Basis, site_bases
 from qrot.rotation.transform import Transform, split_layers, with_shared
 from qrot.scheme import LayerScheme
+from qrot.sites import SITES
 
 # Of a site of one layer: vectors less their shift, the derivatives there, the share of all tokens
 # that each vector stands for, grid, basis and clip ratio.
@@ -44,11 +45,13 @@ class LayerView(NamedTuple):
 
 
 def sum_layers(
-    one_layer: Callable[[LayerView], Float[Array, ""]],
+    one_layer: Callable[[LayerView], Float[Array, "..."]],
     transform: Transform,
     network: Network,
     captured: Captured,
-) -> Float[Array, ""]:
+    *,
+    shape: tuple[int, ...] = (),
+) -> Float[Array, "..."]:
     """Sum of a function of one layer over all of them, scanned.
 
     Args:
@@ -56,6 +59,7 @@ def sum_layers(
         transform: what is put on the network.
         network: its layers and its scheme.
         captured: of it.
+        shape: of what the function returns.
     """
     _, shared = split_layers(transform)
 
@@ -69,7 +73,7 @@ def sum_layers(
         view = LayerView(layer, grids, acting, bases, wide(vectors), wide(gradients))
         return total + one_layer(view), None
 
-    total = jnp.zeros(())
+    total = jnp.zeros(shape)
     acting = network.replace(online=transform)
     for grids, inputs in runs_of_layers(acting, captured.inputs, captured.gradients):
         total, _ = jax.lax.scan(partial(step, grids=grids), total, inputs)
@@ -82,18 +86,38 @@ def sum_sites(
     """Sum of a function of one site over all sites that are quantised, of all layers."""
 
     def one_layer(view: LayerView) -> Float[Array, ""]:
-        total = jnp.zeros(())
-        for name, basis in view.bases.items():
-            if not (grid := view.grids.sites[name]).on:
-                continue
-            x, mu = view.inputs[name], view.transform.shifts.get(name)
-            x = x if mu is None else x - mu
-            g = None if view.gradients is None else view.gradients[name]
-            clip = view.transform.clips.get(name)
-            total = total + site_loss(x, g, jnp.asarray(captured.weight), grid, basis, clip)
-        return total
+        return sum(_site_losses(site_loss, view, captured).values(), start=jnp.zeros(()))
 
     return sum_layers(one_layer, transform, network, captured)
+
+
+def sums_by_site(
+    site_loss: SiteLoss, transform: Transform, network: Network, captured: Captured
+) -> dict[str, Float[Array, ""]]:
+    """The sum over the layers for each site; 0 for one that is not quantised."""
+
+    def one_layer(view: LayerView) -> Float[Array, " sites"]:
+        losses = _site_losses(site_loss, view, captured)
+        return jnp.stack([losses.get(name, jnp.zeros(())) for name in SITES])
+
+    sums = sum_layers(one_layer, transform, network, captured, shape=(len(SITES),))
+    return dict(zip(SITES, sums, strict=True))
+
+
+def _site_losses(
+    site_loss: SiteLoss, view: LayerView, captured: Captured
+) -> dict[str, Float[Array, ""]]:
+    """Those of the sites of one layer that are quantised."""
+    losses = {}
+    for name, basis in view.bases.items():
+        if not (grid := view.grids.sites[name]).on:
+            continue
+        x, mu = view.inputs[name], view.transform.shifts.get(name)
+        x = x if mu is None else x - mu
+        g = None if view.gradients is None else view.gradients[name]
+        clip = view.transform.clips.get(name)
+        losses[name] = site_loss(x, g, jnp.asarray(captured.weight), grid, basis, clip)
+    return losses
 
 
 def unit_mean_square(y: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:

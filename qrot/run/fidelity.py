@@ -26,7 +26,6 @@ from qrot.run.methods import METHODS
 from qrot.run.results import row_name
 from qrot.run.verdict import short_name
 from qrot.scheme import Scheme
-from qrot.sites import SITES
 
 
 def kept_network(inputs: Inputs, file: Path) -> Network:
@@ -87,11 +86,11 @@ def site_costs(inputs: Inputs, row: Mapping[str, Any], scheme: Scheme) -> dict[s
     rows = split_text(inputs.calibration, settings).rows[: settings.windows]
     network = inputs.network.replace(scheme=scheme)
     seconds = 4 * forward_seconds(inputs.millions, rows.size)
-    stage = inputs.stages.stage("gate: costs of the sites", 1 + len(SITES), seconds=seconds)
+    stage = inputs.stages.stage("gate: costs of the sites", 2, seconds=seconds)
     with stage as advance:
         captured, _ = capture(network, rows, vectors=settings.vectors, seed=0, gradients=True)
         advance()
-        return inspect.site_costs(network, transform, captured, advance=advance)
+        return inspect.site_costs(network, transform, captured)
 
 
 def _transform(inputs: Inputs, row: Mapping[str, Any]) -> Transform:

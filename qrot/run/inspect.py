@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from qrot.calibrate.capture import Captured, capture, capture_hidden
 from qrot.evaluate.outliers import FIGURES, Outliers, outliers
 from qrot.grid import Grid, fake_quantise
 from qrot.learn.objectives.fisher import expected_cost
+from qrot.learn.site_wise import sums_by_site
 from qrot.model.params import Model, Network
 from qrot.network import fuse
 from qrot.rotation.basis import site_basis
@@ -133,50 +133,48 @@ def site_figures(
     """
     config, layers = network.config, []
     for i, grids in enumerate(layer_schemes(network.scheme, config.num_hidden_layers)):
-        own, grid = of_layer(transform, i), grids.sites[site.name]
-        basis, clip = site_basis(site, own, config.head_dim), own.clips.get(site.name)
-        x = jnp.asarray(captured.inputs[site.name][i], jnp.float32)
-        mu = own.shifts.get(site.name)
-        x = x if mu is None else x - mu
-        y = basis.forward(x)
-        figures = _figures(outliers(y.reshape(len(y), -1)))
-        figures["error"] = float(_error(y, grid, clip))
-        if captured.gradients is not None:
-            g = jnp.asarray(captured.gradients[site.name][i], jnp.float32)
-            weight = jnp.asarray(captured.weight)
-            figures["cost"] = float(expected_cost(x, g, weight, grid, basis, clip))
-        layers.append(figures)
+        vectors = captured.inputs, captured.gradients
+        x, g = (None if each is None else each[site.name][i] for each in vectors)
+        own, sizes = of_layer(transform, i), (site.name, grids.sites[site.name], config.head_dim)
+        found, error, cost = _measured(x, g, captured.weight, own, *sizes)
+        figures = _figures(found) | {"error": float(error)}
+        layers.append(figures if cost is None else figures | {"cost": float(cost)})
     return layers
 
 
-def site_costs(
-    network: Network,
-    transform: Transform,
-    captured: Captured,
-    *,
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+@partial(jax.jit, static_argnames=("name", "grid", "head_dim"))
+def _measured(
+    x: Float[Array, "vectors *width"],
+    g: Float[Array, "vectors *width"] | None,
+    weight: Float[Array, " vectors"],
+    own: Transform,
+    name: str,
+    grid: Grid,
+    head_dim: int,
+) -> tuple[Outliers, Float[Array, ""], Float[Array, ""] | None]:
+    """What vectors of a site of one layer, and the derivatives there, come to in its basis."""
+    basis, clip = site_basis(SITES[name], own, head_dim), own.clips.get(name)
+    x = x.astype(jnp.float32) - own.shifts.get(name, 0)
+    y = basis.forward(x)
+    cost = None
+    if g is not None:
+        cost = expected_cost(x, g.astype(jnp.float32), weight, grid, basis, clip)
+    error = jnp.square(fake_quantise(y, grid, clip=clip) - y).sum() / jnp.square(y).sum()
+    return outliers(y.reshape(len(y), -1)), error, cost
+
+
+def site_costs(network: Network, transform: Transform, captured: Captured) -> dict[str, float]:
     """What rounding is expected to cost at each site, summed over the layers, in nats a token.
 
     Args:
         network: whose scheme has the grids.
         transform: that makes the bases.
         captured: of the network, with gradients.
-        advance: called for each site.
     """
-    costs = {}
-    for name, site in SITES.items():
-        figures = site_figures(site, captured, transform, network)
-        costs[name] = math.fsum(layer["cost"] for layer in figures)
-        advance()
-    return costs
+    return {name: float(x) for name, x in _costs(transform, network, captured).items()}
 
 
-@partial(jax.jit, static_argnames="grid")
-def _error(
-    y: Float[Array, "vectors *width"], grid: Grid, clip: Float[Array, ""] | None
-) -> Float[Array, ""]:
-    return jnp.square(fake_quantise(y, grid, clip=clip) - y).sum() / jnp.square(y).sum()
+_costs = jax.jit(partial(sums_by_site, expected_cost))
 
 
 def _weights(weights: Iterable[Float[Array, "in out"]]) -> list[dict[str, Any]]:

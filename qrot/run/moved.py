@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from qrot.calibrate.align import aligned
 from qrot.calibrate.capture import Captured, capture
-from qrot.evaluate.divergence import Divergence, compare
+from qrot.evaluate.divergence import Divergence, compare_all
 from qrot.evaluate.perplexity import Windows
 from qrot.learn.batches import split_text
 from qrot.learn.loop import start_shifts
@@ -26,7 +26,7 @@ from qrot.scheme import Scheme
 from qrot.sites import SITES
 
 _WINDOWS = 2  # that are captured: enough to tell the same channels from others
-STEPS = 2 * (2 + len(SITES)) + len(SITES) + 1  # of `moved`
+STEPS = 5  # of `moved`
 WHENS = ("before", "after", "aligned")
 Tokens = Int[np.ndarray, " tokens"]
 
@@ -39,14 +39,12 @@ class _Look(NamedTuple):
         costs: that rounding is expected to have at each site, in nats a token.
         shares: of each channel in the energy of a site, [layers, channels].
         loudest: largest |x| of each channel there.
-        divergence: of the network with rounded activations from itself in full precision.
     """
 
     captured: Captured
     costs: dict[str, float]
     shares: dict[str, Float[np.ndarray, "layers channels"]]
     loudest: dict[str, Float[np.ndarray, "layers channels"]]
-    divergence: Divergence
 
 
 def moved(
@@ -55,6 +53,7 @@ def moved(
     transform: Transform,
     settings: Learn,
     *,
+    kept: Network | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], Transform]:
     """Compare two networks under rotations that were fitted to the first.
@@ -65,6 +64,7 @@ def moved(
         after: the same for the other weights.
         transform: the rotations, and all that was fitted beside them.
         settings: of learning; windows as it has are looked at, and those that it holds out.
+        kept: the first network under the rotations, rounded; None where it is to be made.
         advance: called STEPS times.
 
     Returns:
@@ -76,21 +76,24 @@ def moved(
         shares of the energy: 0 where the same channels are as loud, 1 where other ones are. The
         picture is of the site that moved most.
     """
-    old = _look(*before, transform, settings, advance)
-    new = _look(*after, transform, settings, advance)
+    old = _look(*before, transform, settings)
+    advance()
+    new = _look(*after, transform, settings)
+    advance()
     network, tokens = after
     fitted = transform
     if np.array_equal(before[1], tokens):  # an adapter that adds tokens may read text otherwise
         fitted = aligned(transform, old.captured, new.captured)
     if transform.shifts:
         fitted = fitted.replace(shifts=start_shifts(network, tokens, settings))
-    last = {
-        "cost": site_costs(network, fitted, new.captured, advance=advance),
-        "divergence": _divergence(network, tokens, fitted, settings),
-    }
+    costs = (old.costs, new.costs, site_costs(network, fitted, new.captured))
     advance()
-    looks = (old.divergence, new.divergence, last["divergence"])
-    costs = (old.costs, new.costs, last["cost"])
+    rounded = [_rounded(before[0], transform) if kept is None else kept]
+    looks = _divergences(*before, rounded, settings)
+    advance()
+    rounded = [_rounded(network, each) for each in (transform, fitted)]
+    looks += _divergences(network, tokens, rounded, settings)
+    advance()
     sites = {
         name: {
             "distance": [_short(d) for d in hellinger(old.shares[name], new.shares[name])],
@@ -120,35 +123,29 @@ def hellinger(
     return np.sqrt(np.maximum(0.0, np.square(np.sqrt(p) - np.sqrt(q)).sum(-1) / 2))
 
 
-def _look(
-    network: Network,
-    tokens: Tokens,
-    transform: Transform,
-    settings: Learn,
-    advance: Callable[[], None],
-) -> _Look:
+def _look(network: Network, tokens: Tokens, transform: Transform, settings: Learn) -> _Look:
     rows = split_text(tokens, settings).rows[:_WINDOWS]
     captured, _ = capture(network, rows, vectors=settings.vectors, seed=0, gradients=True)
-    advance()
-    costs = site_costs(network, transform, captured, advance=advance)
+    costs = site_costs(network, transform, captured)
     channels = {name: _channels(captured, name) for name in SITES}
-    found = _divergence(network, tokens, transform, settings)
-    advance()
     shares, loudest = ({name: x[i] for name, x in channels.items()} for i in (0, 1))
-    return _Look(captured, costs, shares, loudest, found)
+    return _Look(captured, costs, shares, loudest)
 
 
-def _divergence(
-    network: Network, tokens: Tokens, transform: Transform, settings: Learn
-) -> Divergence:
-    exact = logits_of(network.replace(scheme=Scheme()), settings.compute_dtype)
+def _rounded(network: Network, transform: Transform) -> Network:
     if network.scheme.rounds_weights:
-        rounded = rtn(fuse(network, transform))
-    else:
-        rounded = network.replace(online=transform)
+        return rtn(fuse(network, transform))
+    return network.replace(online=transform)
+
+
+def _divergences(
+    network: Network, tokens: Tokens, rounded: list[Network], settings: Learn
+) -> list[Divergence]:
+    """Of each of the rounded networks from the one in full precision."""
+    dtype = settings.compute_dtype
+    exact, *others = (logits_of(x, dtype) for x in (network.replace(scheme=Scheme()), *rounded))
     rows, windows = split_text(tokens, settings).held_out, Windows(settings.length)
-    logits = logits_of(rounded, settings.compute_dtype)
-    return compare(exact, logits, rows, windows, batch=settings.batch)
+    return compare_all(exact, others, rows, windows, batch=settings.batch)
 
 
 def _channels(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from qrot.errors import InputError
-from qrot.export.source import Source, open_source
+from qrot.export.source import Source, open_source, weight_method
 from qrot.files.plain import first_difference
 from qrot.files.whole import write_text
 from qrot.identity import difference, digest
@@ -31,6 +31,7 @@ from qrot.model.io.tokenizer import encode
 from qrot.model.params import Network
 from qrot.network import fold
 from qrot.progress import Stages, forward_seconds, millions
+from qrot.quantize.rtn import RTN
 from qrot.rotation.store import read_metadata, save_rotations
 from qrot.run.about import model_metadata
 from qrot.run.config import RunConfig, resolved
@@ -171,13 +172,24 @@ def _measured(config: RunConfig, source: Source, new: Opened, console: Console) 
         with stages.stage("loading the new weights", seconds=7.0):
             after = _loaded(config, new)
         assert source.transform is not None
-        seconds = 60 * forward_seconds(millions(before[0].params), 1000)
+        seconds = 20 * forward_seconds(millions(before[0].params), 1000)
         with stages.stage("comparing old and new weights", STEPS, seconds=seconds) as advance:
-            found, fitted = moved(before, after, source.transform, config.learn, advance=advance)
+            kept = _kept(source, before[0])
+            found, fitted = moved(
+                before, after, source.transform, config.learn, kept=kept, advance=advance
+            )
     with writing(out), entered(out):
         save_rotations(out / ALIGNED, fitted, _about_aligned(config, source, new))
     told = {"environment": environment(), "seconds": time.perf_counter() - began}
     return {"moved": found, **told}
+
+
+def _kept(source: Source, network: Network) -> Network | None:
+    """What the run kept, where it is the network under its rotations, rounded to nearest."""
+    kept = source.network
+    if kept is None or weight_method(source)[0] is not RTN or kept.scheme != network.scheme:
+        return None
+    return None if kept.params.embed.dtype != network.params.embed.dtype else kept
 
 
 def _about_aligned(config: RunConfig, source: Source, new: Opened) -> dict[str, Any]:
