@@ -12,12 +12,14 @@ from learning import matrix
 from runs import quiet
 from safetensors.numpy import load_file, save_file
 
+from qrot.calibrate.capture import capture
 from qrot.cli import main
 from qrot.errors import InputError
 from qrot.export.source import open_source
 from qrot.quantize.keep import read_about
 from qrot.report.run import write_report
 from qrot.rotation.store import load_rotations, read_metadata
+from qrot.run import moved
 from qrot.run.moved import hellinger
 from qrot.run.read import read_config
 from qrot.run.refresh import decided, is_aligned, refresh
@@ -83,6 +85,31 @@ def test_weights_that_hardly_differ_keep_the_rotations(parent, others, tmp_path)
     assert again.found["moved"]["kl"]["before"] == again.found["moved"]["kl"]["after"]
     assert again.found["decision"] == "keep"
     assert again.found["of"]["difference"] is None
+
+
+def test_what_was_measured_of_the_old_weights_is_not_measured_again(
+    parent, others, tmp_path, monkeypatch
+):
+    model = others("louder", louder)
+    first = refresh(parent, model, tmp_path / "first", ["refresh.keep=1e9"], quiet()).found
+    gradients = []
+
+    def seen(*arguments, **options):
+        gradients.append(options["gradients"])
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(moved, "capture", seen)
+    second = refresh(parent, model, tmp_path / "second", ["refresh.keep=1e9"], quiet()).found
+    assert gradients == [False, True]
+    assert second["moved"] == first["moved"]
+    # Other settings of learning: other windows.
+    other = ["refresh.keep=1e9", "learn.held_out=1"]
+    third = refresh(parent, model, tmp_path / "third", other, quiet()).found
+    assert gradients[2:] == [True, True]
+    assert third["moved"]["kl"]["before"] != first["moved"]["kl"]["before"]
+    (parent / "before.json").write_text("{}")
+    with pytest.raises(InputError, match=r"before\.json: damaged"):
+        refresh(parent, model, tmp_path / "fourth", [], quiet())
 
 
 def test_weights_with_other_outliers_have_it_learned_anew(parent, others, tmp_path):

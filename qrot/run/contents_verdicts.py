@@ -163,6 +163,21 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class BeforeFile:
+    """The contents of before.json: `qrot.run.moved.known_of`, and a digest of what it is of."""
+
+    of: str
+    kl: float
+    nats: float
+    costs: dict[str, float]
+
+    def __post_init__(self):
+        check_numbers(self)
+        if {*self.costs} != {*SITES}:
+            raise InputError(f"costs: are not those of {', '.join(SITES)}")
+
+
+@dataclass(frozen=True)
 class RefreshOf:
     """What a refresh compared."""
 

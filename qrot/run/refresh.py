@@ -5,11 +5,13 @@ A new run folder names its parent, and refresh.json says what was measured and w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+import qrot
 from qrot.errors import InputError
 from qrot.export.source import Source, open_source, weight_method
 from qrot.files.plain import first_difference
@@ -39,9 +42,9 @@ from qrot.run.environment import environment
 from qrot.run.folder import check_out, writing
 from qrot.run.lock import entered
 from qrot.run.methods import METHODS
-from qrot.run.moved import STEPS, Tokens, moved
+from qrot.run.moved import STEPS, Tokens, known_of, moved
 from qrot.run.read import read_run
-from qrot.run.results import ALIGNED, FULL_PRECISION, REFRESH, read_refresh
+from qrot.run.results import ALIGNED, BEFORE, FULL_PRECISION, REFRESH, read_before, read_refresh
 from qrot.run.run import run
 from qrot.run.thresholds import Refresh
 from qrot.text import read_texts
@@ -110,7 +113,7 @@ def refresh(
         raise InputError(f"{out}: holds a refresh with another {key}; choose another --out")
     if found is None:
         check_out(out, _child(config, source, file, "keep"))
-        found = {"of": of, **_measured(config, source, new, console)}
+        found = {"of": of, **_measured(config, source, new, of, console)}
     kl = found["moved"]["kl"]
     found |= {"decision": decided(kl, config.refresh), "settings": asdict(config.refresh)}
     start = out / ALIGNED if is_aligned(kl, config.refresh) else file
@@ -163,9 +166,14 @@ def _of(config: RunConfig, source: Source, new: Opened, file: Path) -> dict[str,
     }
 
 
-def _measured(config: RunConfig, source: Source, new: Opened, console: Console) -> dict[str, Any]:
+def _measured(
+    config: RunConfig, source: Source, new: Opened, of: Mapping[str, Any], console: Console
+) -> dict[str, Any]:
     """What was found; the aligned rotations are in a file of the new run's folder then."""
     began, out = time.perf_counter(), Path(config.out)
+    file, key = Path(of["parent"]) / BEFORE, _key_before(of)
+    known = read_before(file)
+    known = known if known is not None and known["of"] == key else None
     with Stages(console) as stages:
         with stages.stage("loading the old weights", seconds=7.0):
             before = _loaded(config, source.opened)
@@ -174,14 +182,22 @@ def _measured(config: RunConfig, source: Source, new: Opened, console: Console) 
         assert source.transform is not None
         seconds = 20 * forward_seconds(millions(before[0].params), 1000)
         with stages.stage("comparing old and new weights", STEPS, seconds=seconds) as advance:
-            kept = _kept(source, before[0])
-            found, fitted = moved(
-                before, after, source.transform, config.learn, kept=kept, advance=advance
-            )
+            options = {"kept": _kept(source, before[0]), "known": known, "advance": advance}
+            found, fitted = moved(before, after, source.transform, config.learn, **options)
+    if known is None:
+        with suppress(OSError):  # the parent's folder may be another's
+            write_text(file, json.dumps({"of": key, **known_of(found)}, indent=2) + "\n")
     with writing(out), entered(out):
         save_rotations(out / ALIGNED, fitted, _about_aligned(config, source, new))
     told = {"environment": environment(), "seconds": time.perf_counter() - began}
     return {"moved": found, **told}
+
+
+def _key_before(of: Mapping[str, Any]) -> str:
+    """A digest of all that what is known of the old weights depends on."""
+    new = {"after", "difference", "parent"}
+    told = {key: value for key, value in of.items() if key not in new} | {"qrot": qrot.__version__}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _kept(source: Source, network: Network) -> Network | None:

@@ -11,7 +11,7 @@ from qrot.errors import InputError
 from qrot.files.plain import read_json, readable, short, shown
 from qrot.files.whole import write_text
 from qrot.run.contents import Anatomy, KeptScores, Results
-from qrot.run.contents_verdicts import GateFile, RefreshFile
+from qrot.run.contents_verdicts import BeforeFile, GateFile, RefreshFile
 from qrot.run.explain import build
 
 # Files of a run folder.
@@ -21,6 +21,7 @@ ANATOMY = "anatomy.json"  # what the activations look like
 GATE = "gate.json"  # how far the kept network is from full precision, and what is above its limit
 GATE_XML = "gate.xml"  # the same for a CI system
 ALIGNED = "aligned.safetensors"  # the rotations of the parent, aligned with these weights
+BEFORE = "before.json"  # beside rotations: what a refresh has measured of the weights they fit
 REFRESH = "refresh.json"  # how far the weights of the parent have moved, and what follows
 
 # Methods that others are measured against: on no grid, on it as it is, and with a random rotation,
@@ -123,6 +124,11 @@ def read_anatomy(path: Path) -> dict[str, Any] | None:
 def read_gate(path: Path) -> dict[str, Any] | None:
     """The contents of gate.json; as `read_results`."""
     return _read(path, GateFile)
+
+
+def read_before(path: Path) -> dict[str, Any] | None:
+    """The contents of before.json; as `read_results`."""
+    return _read(path, BeforeFile)
 
 
 def read_refresh(path: Path) -> dict[str, Any] | None:
