@@ -129,7 +129,9 @@ def test_a_dry_run_prints_and_writes_nothing(file, monkeypatch):
     assert "W4A4K8V4" in lines[2]
     assert "at the rates of two CPU cores" in found.stdout
     assert sorted(file.parent.iterdir()) == before
-    assert invoke(file, "--dry-run").exit_code == 0  # one run has a plan as well
+    found = invoke(file, "--dry-run", "gate.kl=0.5")  # one run has a plan as well
+    assert found.exit_code == 0
+    assert "gate, on the kept network and the run's own text: kl at most 0.5" in found.stdout
     assert sorted(file.parent.iterdir()) == before
 
 

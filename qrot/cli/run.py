@@ -171,7 +171,8 @@ def _sweep(
     combinations = read_sweep(file, overrides, sweeps)
     if dry_run:
         seconds, source = estimates(combinations)
-        console.print(plan(combinations, seconds), source, sep="\n", highlight=False)
+        gates = dict.fromkeys(str(c.config.gate) for c in combinations if c.config.gate)
+        console.print(plan(combinations, seconds), source, *gates, sep="\n", highlight=False)
         return
     study = Path(combinations[0].config.out).parent
     jobs, cluster, options = launch

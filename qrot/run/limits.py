@@ -57,6 +57,11 @@ class Gate:
         found = {name: getattr(self, name) for name in NAMES}
         return {name: limit for name, limit in found.items() if limit is not None}
 
+    def __str__(self) -> str:
+        texts = "the run's own text" if not self.texts else f"{len(self.texts)} texts of its own"
+        limits = ", ".join(f"{name} at most {limit:g}" for name, limit in self.limits.items())
+        return f"gate, on the kept network and {texts}: {limits}"
+
 
 OF_TEXT = ("perplexity_ratio", "nats", "kl", "kl_p99", "flips")  # measured on each text
 SITE_COST, ZEROSHOT_DROP = "site_cost", "zeroshot_drop"
