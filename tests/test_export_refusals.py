@@ -32,7 +32,7 @@ REFUSED = [
     ("--format onnx", "there is no 'onnx'; expected one of compressed-tensors"),
     ("--format torc", "did you mean 'torch'?"),
     ("--format torch --scheme W4A4", "--scheme goes with --format compressed-tensors only"),
-    ("--online", "--online goes with --format compressed-tensors only"),
+    ("--online", "--online goes with --format compressed-tensors, gguf only"),
     ("--weights awk", "there is no 'awk'; did you mean 'awq'?"),
     ("--format torch --weights qat", "which is done in a run only"),
     ("--row other", "--row picks one of the networks in a run folder"),

@@ -35,8 +35,11 @@ def export(
         int | None, typer.Option(help="With --scheme: weights that share a scale; or a channel.")
     ] = None,
     online: Annotated[
-        bool, typer.Option("--online", help="Integers with R4, as vLLM reads it.")
+        bool, typer.Option("--online", help="Integers with R4, as vLLM or llama.cpp reads it.")
     ] = False,
+    type_: Annotated[
+        str | None, typer.Option("--type", help="Of a GGUF file: q8_0, q4_0, q4_1, f16, bf16, f32.")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Round them anew by this method: rtn, gptq or another.")
     ] = None,
@@ -56,10 +59,10 @@ def export(
         bool, typer.Option("--ungated", help="Though the gate of the run is against it.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Load it in PyTorch and compare on 16 windows.")
+        bool, typer.Option("--verify", help="Open it again and compare on 16 windows.")
     ] = False,
 ) -> None:
-    """Write a model for PyTorch, and prove it there.
+    """Write a model for PyTorch, vLLM or llama.cpp, and prove it.
 
     What the run kept is written as it was judged, where the format can hold it. Where it cannot,
     what differs is printed, and stands in the README of the folder.
@@ -74,7 +77,7 @@ def export(
 
     check_writable(out, folder=True)
     console = Console()
-    options = Options(scheme, group, online, weights, dtype)
+    options = Options(scheme, group, online, weights, dtype, type=type_)
     opened = open_source(source, model=model, row=row, allow_mismatch=allow_mismatch)
     opened = gated(opened, options, ungated=ungated)
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: no bars between our own

@@ -55,8 +55,8 @@ def check_plan(source: Source, plan: Plan, weights: str | None, *, same_bits: bo
         return
     if source.network is None and source.about.get("mixed") and same_bits:
         raise InputError(
-            "the run gave each projection its own bits, and kept no network: say --scheme, or run "
-            "it again with keep=best"
+            "the run gave each projection its own bits, and kept no network: say --scheme, or "
+            "--type for GGUF, or run it again with keep=best"
         )
     if method.text == "generated":
         raise InputError(
@@ -71,7 +71,12 @@ def difference(source: Source, plan: Plan, weights: str | None) -> str:
     if plan.judged is not None:
         row, by = source.about.get("row"), weight_method(source)[0].label
         named = f" ({row})" if row else ""
-        return f"It is the network that was judged{named}: weights by {by}, not rounded again."
+        if plan.scheme == source.scheme:
+            return f"It is the network that was judged{named}: weights by {by}, not rounded again."
+        return (
+            f"It has the weights of the network that was judged{named}, by {by} and not rounded "
+            f"again, at {plan.scheme.name} in place of {source.scheme.name}."
+        )
     parts = [f"without {plan.lost}"] if plan.lost else []
     if plan.scheme != source.scheme:
         rounded = plan.scheme.rounds_weights or plan.scheme.activations.on

@@ -40,7 +40,7 @@ def export(
     *,
     check: bool = False,
 ) -> tuple[tuple[str, ...], verify.Difference | None]:
-    """Write `out`, a folder that is not there yet, and compare it in PyTorch if `check`.
+    """Write `out`, a folder that is not there yet, and open it again if `check`.
 
     Args:
         source: what is exported.
@@ -48,14 +48,14 @@ def export(
         name: of the format.
         options: what else is asked for.
         stages: that progress is told to.
-        check: whether to load it in PyTorch and compare.
+        check: whether to load it and compare.
 
     Returns:
         What is to be said of it, as the README of the folder says it, and the comparison.
 
     Raises:
-        InputError: where the format cannot hold what is asked for or PyTorch computes something
-            else; nothing is left behind.
+        InputError: where the format cannot hold what is asked for or what is loaded computes
+            something else; nothing is left behind.
     """
     check_name(name, FORMATS, "--format")
     form = FORMATS[name]
@@ -64,7 +64,7 @@ def export(
     _check_installed(form, check)
     weight_method(source, options.weights)  # refuses before all else
     plan = form.check(source, options)
-    check_plan(source, plan, options.weights, same_bits=options.scheme is None)
+    check_plan(source, plan, options.weights, same_bits=not (options.scheme or options.type))
     said = (*plan.lines, difference(source, plan, options.weights))
     layers = source.opened.config.num_hidden_layers
     with whole_folder(out) as folder:
@@ -93,9 +93,10 @@ def _verify(
     dtype = "float64" if plan.exact else "float32"
     with stages.stage("loading both", seconds=15.0):
         ours = verify.logits_in_qrot(content.network(), dtype=dtype)
-        theirs = verify.logits_in_torch(form.load(folder, source), config, dtype=dtype)
+        theirs = form.program.logits(form.load(folder, source), config, dtype)
     with stages.stage("comparing", len(rows), seconds=4.0 * len(rows)) as advance:
-        proof = verify.compare(ours, theirs, rows, dtype=dtype, advance=advance)
+        name = form.program.name
+        proof = verify.compare(ours, theirs, rows, dtype=dtype, program=name, advance=advance)
     allowed = _TOLERANCE[plan.dtype]
     if plan.scheme.activations.on and not plan.exact:
         allowed = max(allowed, 3 * proof.error)

@@ -12,6 +12,7 @@ import jax
 from qrot.errors import InputError
 from qrot.export.content import Change, Content, to_nearest
 from qrot.export.source import Source
+from qrot.export.verify import PYTORCH, Program
 from qrot.files.tensors import SHARD
 from qrot.model.params import Network
 from qrot.rotation.transform import Transform
@@ -32,6 +33,7 @@ class Options:
         weights: the method that rounds them anew.
         dtype: of the tensors.
         shard: bytes of a file at most.
+        type: of the tensors, by a name of the format's own.
     """
 
     scheme: str | None = None
@@ -40,6 +42,7 @@ class Options:
     weights: str | None = None
     dtype: str | None = None
     shard: int = SHARD
+    type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Plan:
         lost: what was fitted and is not in it.
         exact: whether it is compared in float64, where rounding falls the same way on both sides.
         shard: bytes of a file at most.
+        type: of the tensors, by a name of the format's own; "" where it has none.
     """
 
     lines: tuple[str, ...]
@@ -71,6 +75,7 @@ class Plan:
     lost: str = ""
     exact: bool = False
     shard: int = SHARD
+    type: str = ""
 
 
 class Format(NamedTuple):
@@ -81,10 +86,11 @@ class Format(NamedTuple):
         check: from the source and the options to a plan; raises InputError where the format cannot
             hold what is asked for.
         write: writes what there is in a folder, told of each layer.
-        load: what PyTorch makes of the folder.
+        load: what `program` makes of the folder.
         takes: fields of `Options` that not every format has.
         needs: packages that it takes to write it.
         proves: packages that it takes to open it.
+        program: that --verify opens it by.
     """
 
     name: str
@@ -94,6 +100,7 @@ class Format(NamedTuple):
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     proves: tuple[str, ...] = ("torch", "transformers")
+    program: Program = PYTORCH
 
 
 def check_dtype(dtype: str | None) -> None:

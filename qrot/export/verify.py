@@ -1,4 +1,4 @@
-"""Proof: what was written, loaded in PyTorch, against qrot's own network, token by token."""
+"""Proof: what was written, loaded again, against qrot's own network, token by token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,29 +37,31 @@ class Difference:
     Attributes:
         logits: largest difference in the first window, over the largest logit there.
         perplexity: of qrot's.
-        in_torch: of PyTorch's.
+        again: of what was loaded.
         error: standard error of their ratio, from the differences window by window.
         windows: of the text.
         dtype: of the arithmetic.
+        program: that loaded it.
     """
 
     logits: float
     perplexity: float
-    in_torch: float
+    again: float
     error: float
     windows: int
     dtype: str
+    program: str = "PyTorch"
 
     @property
     def relative(self) -> float:
         """Of the perplexities."""
-        return abs(self.in_torch / self.perplexity - 1)
+        return abs(self.again / self.perplexity - 1)
 
     def __str__(self):
         return (
             f"in {self.dtype} logits differ by at most {self.logits:.1e} of the largest; "
             f"perplexity on {self.windows} windows of pydoc {self.perplexity:.4f} in qrot, "
-            f"{self.in_torch:.4f} in PyTorch ({self.relative:.3%} apart, standard error "
+            f"{self.again:.4f} in {self.program} ({self.relative:.3%} apart, standard error "
             f"{self.error:.3%})"
         )
 
@@ -79,15 +81,17 @@ def compare(
     rows: Int[np.ndarray, "count length"],
     *,
     dtype: str = "float32",
+    program: str = "PyTorch",
     advance: Callable[[int], None] = lambda windows: None,
 ) -> Difference:
     """Logits and perplexity of both, a window at a time.
 
     Args:
         ours: of qrot.
-        theirs: of PyTorch.
+        theirs: of what was loaded.
         rows: tokens of the windows.
         dtype: of the arithmetic, which the result names.
+        program: that loaded it, which the result names.
         advance: told of each window.
     """
     nats, largest = [], 0.0
@@ -99,9 +103,9 @@ def compare(
         advance(1)
     # Not token by token: where the first token of a window falls decides for all after it.
     each = np.asarray(nats, np.float64).mean(axis=-1).T  # [2, windows]
-    perplexity, in_torch = (math.exp(min(x, 700)) for x in each.mean(axis=1))
+    perplexity, again = (math.exp(min(x, 700)) for x in each.mean(axis=1))
     error = float(np.std(each[1] - each[0], ddof=1) / math.sqrt(len(rows)))
-    return Difference(largest, perplexity, in_torch, error, len(rows), dtype)
+    return Difference(largest, perplexity, again, error, len(rows), dtype, program)
 
 
 def logits_in_qrot(network: Network, *, dtype: str = "float32") -> Logits:
@@ -137,6 +141,26 @@ def logits_in_torch(model: Any, config: ModelConfig, *, dtype: str = "float32") 
         return out.to(getattr(torch, dtype)).numpy()
 
     return logits
+
+
+class Program(NamedTuple):
+    """What opens an export.
+
+    Attributes:
+        name: of it, behind "in".
+        logits: from what it loads, the model's configuration and the dtype of the arithmetic.
+    """
+
+    name: str
+    logits: Callable[[Any, ModelConfig, str], Logits]
+
+
+PYTORCH = Program(
+    "PyTorch", lambda model, config, dtype: logits_in_torch(model, config, dtype=dtype)
+)
+READ_AGAIN = Program(
+    "the file, read again", lambda network, config, dtype: logits_in_qrot(network, dtype=dtype)
+)
 
 
 def _widen(model: Any, config: ModelConfig) -> None:

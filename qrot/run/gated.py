@@ -77,7 +77,11 @@ def _reason(
         return f"its gate passed {of['row']} in {of['network']}, which {file.name} is not"
     if source.network is None and source.about.get("row") != of["row"]:
         return f"its gate passed {of['row']}, not {source.about.get('row')}"
-    asked = {"--scheme": options.scheme, "--weights": options.weights}
+    asked = {
+        "--scheme": options.scheme,
+        "--weights": options.weights,
+        "--type": options.type,
+    }
     other = [name for name, value in asked.items() if value is not None]
     if other:
         return f"its gate passed {of['network']}, and {' and '.join(other)} makes another network"

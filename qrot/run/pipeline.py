@@ -47,7 +47,7 @@ class Export:
 
     Attributes:
         format: its name.
-        scheme, group, online, weights, dtype: see `qrot.export.format.Options`.
+        scheme, group, online, weights, dtype, type: see `qrot.export.format.Options`.
         verify: whether to load it in PyTorch and compare.
     """
 
@@ -59,6 +59,7 @@ class Export:
     online: bool = False
     weights: str | None = None
     dtype: str | None = None
+    type: str | None = None
     verify: bool = False
 
     def __post_init__(self):
@@ -67,7 +68,9 @@ class Export:
     @property
     def options(self) -> Options:
         """What is asked of the format."""
-        return Options(self.scheme, self.group, self.online, self.weights, self.dtype)
+        return Options(
+            self.scheme, self.group, self.online, self.weights, self.dtype, type=self.type
+        )
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from qrot.files.tensors import Tensor, map_file, release
 from qrot.model.config import ModelConfig
 from qrot.model.io.assemble import EMBED, HEAD, MODULES, NORM, Stored
 from qrot.model.io.gguf_config import check_kind, parse_metadata
+from qrot.model.io.gguf_hadamard import is_rotated
 from qrot.model.io.gguf_header import Info, dequantise, read_header
 from qrot.sites import PROJECTIONS
 
-_FIELDS = {  # GGUF's name inside "blk.{i}." -> field of `Layers`
+FIELDS = {  # GGUF's name inside "blk.{i}." -> field of `Layers`
     "attn_norm": "attention_norm",
     "attn_q": "q",
     "attn_k": "k",
@@ -31,17 +32,19 @@ _FIELDS = {  # GGUF's name inside "blk.{i}." -> field of `Layers`
     "ffn_down": "down",
 }
 _EMBED, _HEAD = "token_embd.weight", "output.weight"
-_GLOBAL = {_EMBED: EMBED, "output_norm.weight": NORM, _HEAD: HEAD}
-_FREQUENCIES = "rope_freqs.weight"
+GLOBAL = {_EMBED: EMBED, "output_norm.weight": NORM, _HEAD: HEAD}
+FREQUENCIES = "rope_freqs.weight"
 
 
-def open_gguf(path: Path) -> Stored:
+def open_gguf(path: Path, *, rotated: bool = False) -> Stored:
     """Open a GGUF file.
 
     Its note says which quantised types were dequantised, most numbers first ("" if none).
 
     Args:
         path: of the file.
+        rotated: whether the caller sees to what its weights' inputs are rotated by; see
+            `qrot.model.io.gguf_hadamard`.
 
     Raises:
         InputError: for a file that is not GGUF, is truncated or says what cannot be, or holds a
@@ -51,11 +54,13 @@ def open_gguf(path: Path) -> Stored:
     with located(path):
         metadata, infos = read_header(memory)
         note, architecture = _note(infos), check_kind(metadata)
+        if is_rotated(metadata) and not rotated:
+            raise InputError("its weights read rotated inputs (prism.hadamard): start from others.")
         if _EMBED not in infos:
             raise InputError(f"the weights lack the tensor {_EMBED}.")
         divisors = None
-        if architecture == "llama" and _FREQUENCIES in infos:  # of the others llama.cpp has none
-            info = infos.pop(_FREQUENCIES)
+        if architecture == "llama" and FREQUENCIES in infos:  # of the others llama.cpp has none
+            info = infos.pop(FREQUENCIES)
             divisors = dequantise(_raw(info, memory), info.kind).ravel()
         config = parse_metadata(
             metadata, rows=infos[_EMBED].shape[0], tied=_HEAD not in infos, divisors=divisors
@@ -78,9 +83,9 @@ def _tensors(config: ModelConfig, infos: dict[str, Info], memory: mmap.mmap) -> 
     tensors = {}
     for name, info in infos.items():
         parts = name.split(".")
-        field = _FIELDS.get(parts[2]) if len(parts) == 4 and parts[0] == "blk" else None
-        if name in _GLOBAL:
-            full = _GLOBAL[name]
+        field = FIELDS.get(parts[2]) if len(parts) == 4 and parts[0] == "blk" else None
+        if name in GLOBAL:
+            full = GLOBAL[name]
         elif field is not None:
             full = f"model.layers.{parts[1]}.{MODULES[field]}.{parts[3]}"
         else:
@@ -91,12 +96,12 @@ def _tensors(config: ModelConfig, infos: dict[str, Info], memory: mmap.mmap) -> 
         order = None
         if config.architecture == "llama" and field in ("q", "k"):
             heads = config.num_attention_heads if field == "q" else config.num_key_value_heads
-            order = _unpermute(info.shape[0], heads)
+            order = unpermute(info.shape[0], heads)
         tensors[full] = _tensor(info, order, memory)
     return tensors
 
 
-def _unpermute(rows: int, heads: int) -> np.ndarray | None:
+def unpermute(rows: int, heads: int) -> np.ndarray | None:
     """Where each row of a q or k projection is: llama.cpp stores the two halves of a head of a
     llama model interleaved, as its rotary embedding pairs neighbours."""
     if rows % (2 * heads):
