@@ -160,7 +160,8 @@ DAMAGED = {
     "layers twice": (layers((0, 2), (1, 3)), "layers"),
     "a site more": (site(lambda sites: sites.update(mixer=sites["down"])), "the site mixer"),
     "a site less": (site(lambda sites: sites.pop("o")), "the site o"),
-    "a setting of a grid": (grid(codebook="E2M1"), "codebook"),
+    "a setting of a grid": (grid(lattice="E8"), "lattice"),
+    "a codebook": (grid(codebook="nf4"), "codebook nf4"),
     "another format": (lambda t, metadata: metadata.update(format="qrot rotations 5"), "format"),
     "not for these weights": (lambda t, metadata: metadata.update(fused=False), "belongs to"),
 }

@@ -1,4 +1,4 @@
-"""Integers and scales as compressed-tensors stores them, and what config.json says of them."""
+"""Codes and scales as compressed-tensors stores them, and what config.json says of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int8, Int32
 from qrot.errors import InputError
 from qrot.export.checkpoint import layer_tensors
 from qrot.export.content import as_numpy
-from qrot.grid import Grid
+from qrot.export.floats import STORED, arguments, input_scale, site_tensor_scales
+from qrot.grid import Grid, nearest
 from qrot.hadamard.factors import hadamard_dense
 from qrot.model.io.assemble import MODULES
 from qrot.model.params import Layers, Linear
@@ -51,10 +52,9 @@ def to_nearest(layer: Layers, online: Online, grids: LayerScheme, *, dtype: Any)
 
     def rounded(linear: Linear, grid: Grid) -> Linear:
         weight = jnp.asarray(linear.weight[0], jnp.float32)
-        scale = _written(np.asarray(_scales(weight, grid))[:: grid.group or len(weight)], dtype)
-        low, high = grid.qmin, grid.qmax
-        q = np.clip(np.rint(_split(weight, scale) / scale[:, None]), low, high)
-        return _of_integers(linear, q, scale)
+        scale = np.asarray(_scales(weight, grid))[:: grid.group or len(weight)]
+        scale = _written(scale, grid, dtype)
+        return _of_codes(linear, _codes(weight, scale, grid), scale, grid)
 
     return _rounded(layer, grids, rounded)
 
@@ -81,15 +81,19 @@ def on_written_scales(layer: Layers, online: Online, grids: LayerScheme, *, dtyp
                 "weights of this method are values, not integers times one scale a channel or "
                 "group: choose another --weights, or --format torch"
             )
-        scale = np.asarray(linear.scale[0], np.float32)
-        q = np.rint(_split(linear.weight[0], scale) / scale[:, None])
-        return _of_integers(linear, q, _written(scale, dtype))
+        scale = np.asarray(linear.scale[0], np.float32) / np.float32(grid.unit)
+        codes = _codes(linear.weight[0], scale, grid)
+        return _of_codes(linear, codes, _written(scale, grid, dtype), grid)
 
     return _rounded(layer, grids, stored)
 
 
-def _written(scale: Float[np.ndarray, "groups out"], dtype: Any) -> Float[np.ndarray, "groups out"]:
+def _written(
+    scale: Float[np.ndarray, "groups out"], grid: Grid, dtype: Any
+) -> Float[np.ndarray, "groups out"]:
     """Scales with the values that they have once they are written."""
+    if grid.scale != "float32":  # which are stored as what they are
+        return scale
     with np.errstate(over="ignore"):
         written = scale.astype(dtype).astype(np.float32)
     if not (np.isfinite(written) & (written != 0)).all():
@@ -107,17 +111,32 @@ def _split(weight: Any, scale: np.ndarray) -> Float[np.ndarray, "groups rows out
     return np.asarray(weight, np.float32).reshape(len(scale), -1, scale.shape[1])
 
 
-def _of_integers(
+def _codes(weight: Any, scale: np.ndarray, grid: Grid) -> Float[np.ndarray, "groups rows out"]:
+    """The codes next to a weight [in, out] on these scales."""
+    split = _split(weight, scale)
+    if grid.integers:  # on scales that are negative, too
+        return np.clip(np.rint(split / scale[:, None]), grid.qmin, grid.qmax)
+    return np.asarray(nearest(jnp.asarray(split), jnp.asarray(scale[:, None]), None, grid))
+
+
+def _of_codes(
     linear: Linear,
-    q: Float[np.ndarray, "groups rows out"],
+    codes: Float[np.ndarray, "groups rows out"],
     scale: Float[np.ndarray, "groups out"],
+    grid: Grid,
 ) -> Linear:
-    weight = (q * scale[:, None]).reshape(1, *linear.weight.shape[1:])
-    return linear.replace(weight=jnp.asarray(weight), scale=jnp.asarray(scale[None]))
+    weight = (codes * scale[:, None]).reshape(1, *linear.weight.shape[1:])
+    own = scale[None] * np.float32(grid.unit)
+    return linear.replace(weight=jnp.asarray(weight), scale=jnp.asarray(own))
 
 
-def integer_tensors(
-    i: int, layer: Layers, grids: LayerScheme, dtype: Any, block: int | None
+def quantised_tensors(
+    i: int,
+    layer: Layers,
+    grids: LayerScheme,
+    dtype: Any,
+    block: int | None,
+    largest: dict[str, float] | None = None,
 ) -> dict[str, np.ndarray]:
     """One layer (a stack of one) as compressed-tensors has it, beside its norms and biases.
 
@@ -125,18 +144,28 @@ def integer_tensors(
         i: its number.
         layer: with its weights on the scales that are written.
         grids: of its weights.
-        dtype: of what is no integer.
+        dtype: of what is no code.
         block: of the Hadamard matrix R4, as its transform has it; None for none.
+        largest: input of each site, where inputs have a tensor scale.
     """
     tensors = layer_tensors(i, layer, dtype)
+    whole = site_tensor_scales(layer, grids.weights)
     for name, grid in grids.weights.items():
         if not grid.on:
             continue
         prefix, linear = f"model.layers.{i}.{MODULES[name]}", layer.linear(name)
-        scale = np.asarray(linear.scale[0])
-        q = np.rint(_split(linear.weight[0], scale) / scale[:, None]).astype(np.int8)
-        q = np.ascontiguousarray(q.reshape(linear.weight.shape[1:]).T)
+        scale = np.asarray(linear.scale[0]) / np.float32(grid.unit)
+        codes = _codes(linear.weight[0], scale, grid).reshape(linear.weight.shape[1:]).T
         del tensors[f"{prefix}.weight"]
+        if not grid.integers:
+            stored = STORED[grid.label]
+            found = stored.tensors(np.ascontiguousarray(codes), scale.T, whole[name], dtype)
+            tensors |= {f"{prefix}.{end}": np.ascontiguousarray(x) for end, x in found.items()}
+            if stored.local and largest is not None:
+                scale = input_scale(largest[SITE_OF[name]])
+                tensors[f"{prefix}.input_global_scale"] = scale
+            continue
+        q = np.ascontiguousarray(codes.astype(np.int8))
         tensors[f"{prefix}.weight_scale"] = as_numpy(scale.T, dtype)
         if _form(grid, grids.sites[SITE_OF[name]]) == _PACKED:
             tensors[f"{prefix}.weight_packed"] = pack(q, grid.bits)
@@ -153,7 +182,7 @@ def quantization_config(schemes: list[LayerScheme], block: int | None) -> dict[s
 
     Args:
         schemes: of the layers.
-        block: as for `integer_tensors`.
+        block: as for `quantised_tensors`.
     """
     modules: dict[tuple[Grid, Grid], list[str]] = {}
     for i, grids in enumerate(schemes):
@@ -185,32 +214,28 @@ def quantization_config(schemes: list[LayerScheme], block: int | None) -> dict[s
 
 
 def _form(weights: Grid, inputs: Grid) -> str:
+    if not weights.integers:
+        return STORED[weights.label].format
     return _WHOLE if weights.bits == inputs.bits == 8 else _PACKED
 
 
 def _group(weights: Grid, inputs: Grid, targets: list[str]) -> dict[str, Any]:
-    about: dict[str, Any] = {
-        "num_bits": weights.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": weights.granularity,
-        "dynamic": False,
-    }
-    if weights.group is not None:
-        about["group_size"] = weights.group
-    activations = None
-    if inputs.on:
-        activations = {
-            "num_bits": inputs.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "token",
-            "dynamic": True,
-        }
+    say = _integer_arguments if weights.integers else arguments
     return {
         "targets": targets,
-        "weights": about,
-        "input_activations": activations,
+        "weights": say(weights, inputs=False),
+        "input_activations": say(inputs, inputs=True) if inputs.on else None,
         "output_activations": None,
         "format": _form(weights, inputs),
     }
+
+
+def _integer_arguments(grid: Grid, *, inputs: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "num_bits": grid.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": grid.granularity,
+        "dynamic": inputs,
+    }
+    return about if grid.group is None else {**about, "group_size": grid.group}

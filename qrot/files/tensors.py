@@ -35,7 +35,8 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
+# Of what is written; weights in FP8 alone, without their scales, are not read.
+_CODES = {dtype.name: code for code, dtype in _DTYPES.items()} | {"float8_e4m3fn": "F8_E4M3"}
 
 
 class Tensor(NamedTuple):

@@ -1,7 +1,8 @@
-"""compressed-tensors: integers that transformers and vLLM load, and block R4 as vLLM reads it.
+"""compressed-tensors: integers, FP4 and FP8 that transformers and vLLM load, and block R4 as vLLM
+reads it.
 
-The format knows symmetric grids only, absmax / (2^(b-1) - 1/2), which is `symmetric_half` here. It
-has no place for shifts, clip ratios and a 4-bit cache.
+Of integers the format knows symmetric grids only, absmax / (2^(b-1) - 1/2), which is
+`symmetric_half` here. It has no place for shifts, clip ratios and a 4-bit cache.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import jax.numpy as jnp
 from qrot.errors import InputError
 from qrot.export.checkpoint import stored_dtype, write_checkpoint
 from qrot.export.content import Content, acting, in_integers
+from qrot.export.floats import STORED, fault_of, largest_inputs
 from qrot.export.format import Format, Options, Plan, fitted, left_out, offline
 from qrot.export.online import MODULE, write_online
 from qrot.export.packed import (
-    integer_tensors,
     on_written_scales,
+    quantised_tensors,
     quantization_config,
     to_nearest,
 )
-from qrot.export.source import Source
+from qrot.export.source import Source, calibration_rows
 from qrot.export.verify import load_plain, load_with_module
-from qrot.grid import Grid
+from qrot.grid import GRIDS, Grid
 from qrot.model.params import Layers, Network
 from qrot.rotation.forms import Hadamard, Rotation
 from qrot.rotation.transform import Online, Transform
@@ -42,6 +44,7 @@ PRESETS = {"W4A16": (4, 16), "W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4)} | {
 }
 _WEIGHTS = Grid(4, "symmetric_half", clip="mse")
 _INPUTS = Grid(4, "symmetric_half")
+_LOOKED_AT = 8  # windows, for the largest inputs
 
 
 def check(source: Source, options: Options) -> Plan:
@@ -89,12 +92,15 @@ def write(
     down, dtype = content.online.rotations.get("down"), jnp.dtype(plan.dtype)
     block = None if down is None else block_order(vllm_rotation(down))
     more = {"quantization_config": quantization_config(grids, block)}
+    largest = _largest(source, content, grids)
     write_checkpoint(
         folder,
         source.opened,
         content,
         dtype=plan.dtype,
-        write_layer=lambda i, layer: integer_tensors(i, layer, grids[i], dtype, block),
+        write_layer=lambda i, layer: quantised_tensors(
+            i, layer, grids[i], dtype, block, None if largest is None else largest[i]
+        ),
         config=lambda text: {**text, **more},
         shard=plan.shard,
         advance=advance,
@@ -103,9 +109,32 @@ def write(
         write_online(folder, source, Online({"down": down}), Scheme())
 
 
+def _largest(
+    source: Source, content: Content, grids: list[LayerScheme]
+) -> list[dict[str, float]] | None:
+    """The largest inputs by layer and site, on text that the run calibrated on, where inputs have a
+    tensor scale; None where they have none."""
+    pairs = [(g.weights[n], g.sites[SITE_OF[n]]) for g in grids for n in PROJECTIONS]
+    if not any(w.on and a.on and not a.integers and STORED[a.label].local for w, a in pairs):
+        return None
+    return largest_inputs(content.network(), calibration_rows(source)[:_LOOKED_AT])
+
+
 def load(folder: Path, source: Source) -> Any:
-    """What transformers alone makes of the folder, or with R4 the module in it."""
-    return load_with_module(folder, MODULE) if (folder / MODULE).is_file() else load_plain(folder)
+    """See `Format`; the source adds nothing."""
+    return load_unpacked(folder)
+
+
+def load_unpacked(folder: Path) -> Any:
+    """What transformers alone makes of the folder, or with R4 the module in it; in the dtype of the
+    folder, where compressed-tensors unpacks FP4 to bfloat16 (which holds it exactly)."""
+    import torch
+
+    own = (folder / MODULE).is_file()
+    model = load_with_module(folder, MODULE) if own else load_plain(folder)
+    kind = model.lm_head.weight.dtype
+    model.hf_quantizer.compressor.decompress_model(model)  # else when it first runs
+    return torch.nn.Module.to(model, kind)
 
 
 COMPRESSED_TENSORS = Format(
@@ -119,31 +148,50 @@ COMPRESSED_TENSORS = Format(
 
 
 def _lines(scheme: Scheme, options: Options) -> tuple[str, ...]:
-    first = (
-        f"{scheme.name} as integers, in the format of compressed-tensors; the cache is not "
-        "quantised."
-    )
+    first = f"{scheme.name} in the format of compressed-tensors; the cache is not quantised."
+    engines = _in_vllm(scheme)
     if not options.online:
-        return (
-            first,
-            "`AutoModelForCausalLM.from_pretrained` loads it, and so does vLLM (not run).",
-        )
+        return first, "`AutoModelForCausalLM.from_pretrained` loads it.", engines
     return (
         first,
         "**Its down_proj needs R4 at run time**, and transformers does not read "
         "`transform_config`. So the weights have a name by which "
         "`AutoModelForCausalLM.from_pretrained` alone does not find them. In PyTorch use "
         "`qrot_torch.py` of this folder: `from qrot_torch import load; model = load(FOLDER)`. "
-        "vLLM takes all *.safetensors, and reads `transform_config` itself (written as its source "
-        "reads it; not run).",
+        "vLLM takes all *.safetensors, and reads `transform_config` itself.",
+        engines,
+    )
+
+
+def _in_vllm(scheme: Scheme) -> str:
+    """What vLLM makes of activations, by its source at 0.32."""
+    weights, inputs = scheme.weights, scheme.activations
+    if not inputs.on:
+        return "vLLM 0.32 loads it and multiplies by widened weights."
+    if not weights.integers:
+        return (
+            f"vLLM 0.32 loads it (not run); docs/formats.md says which GPUs have {weights.label}."
+        )
+    if weights.bits == inputs.bits == 8:
+        return "vLLM 0.32 runs it in integers, up to Hopper; Blackwell has no INT8."
+    return (
+        f"**vLLM 0.32 does not quantise these activations of {inputs.bits} bits by default, "
+        "without a word**: its weight-only kernels never read how many bits they are to have. Only "
+        "`--linear-backend humming`, or weights in groups of 32 on Hopper, quantises them."
     )
 
 
 def preset(name: str, *, group: int | None = None) -> Scheme:
     """One of `PRESETS`: weights by output channel or group with the best clip, activations by
-    token."""
+    token; or of `STORED`, with activations, or without where A16 is behind it."""
+    label = name.removesuffix("A16")
+    if label in STORED:
+        if group is not None:
+            raise InputError(f"--group goes with integers: {label} says itself what shares a scale")
+        weights = replace(GRIDS[label], clip="mse")
+        return Scheme(weights, Grid() if name.endswith("A16") else GRIDS[label])
     if name not in PRESETS:
-        raise InputError(f"--scheme: {name!r} is not one of {', '.join(PRESETS)}")
+        raise InputError(f"--scheme: {name!r} is not one of {', '.join([*PRESETS, *STORED])}")
     granularity = "channel" if group is None else "group"
     return scheme_named(name, replace(_WEIGHTS, granularity=granularity, group=group), _INPUTS)
 
@@ -161,6 +209,10 @@ def _faults(schemes: list[LayerScheme]) -> Iterator[str]:
     for i, grids in enumerate(schemes):
         for name in PROJECTIONS:
             weights, inputs = grids.weights[name], grids.sites[SITE_OF[name]]
+            if not (weights.integers and inputs.integers) and (weights.on or inputs.on):
+                if said := fault_of(weights, inputs):
+                    yield said
+                continue
             if inputs.on and inputs.kind == "asymmetric":
                 yield "vLLM has no kernel for activations on an asymmetric grid"
             if inputs.on and inputs != Grid(inputs.bits, "symmetric_half", "token"):

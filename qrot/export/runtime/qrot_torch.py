@@ -26,9 +26,16 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _CACHE = ("keys", "values")
 _SITES = ("qkv", "o", "gate_up", "down", *_CACHE)
 _ROTATIONS, _KINDS = ("residual", "value", "key", "down"), ("scales", "shifts", "clips")
-_GRID = {"bits", "kind", "granularity", "group", "clip", "threshold", "codebook", "scale"}
 # Bits of the mantissa, the lowest exponent, the largest value.
 _FLOATS = {"e2m1": (1, 0, 6.0), "e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
+# The settings of a grid, and the words that each of them may be.
+_GRID = dict.fromkeys(("bits", "group", "threshold"), ()) | {
+    "kind": ("symmetric", "symmetric_half", "asymmetric"),
+    "granularity": ("tensor", "token", "head", "group"),
+    "clip": ("four_over_six",),
+    "codebook": ("int", *_FLOATS),
+    "scale": ("float32", "e4m3", "e8m0"),
+}
 Parts = dict[str, Tensor]
 
 
@@ -250,7 +257,13 @@ class State:
             yield "the order of its layers"
         for *_, sites in grids:
             yield from (f"the site {name}" for name in sites.keys() ^ set(_SITES))
-            yield from (f"a grid's {key}" for grid in sites.values() for key in grid.keys() - _GRID)
+            settings = [item for grid in sites.values() for item in grid.items()]
+            known = {(key, word) for key, words in _GRID.items() for word in words}
+            yield from (
+                f"a grid's {key} {value}"
+                for key, value in settings
+                if key not in _GRID or (isinstance(value, str) and (key, value) not in known)
+            )
 
     def beside(self, kind: str, site: str, layer: int) -> Tensor | None:
         """The shift, the clip or the scales (logarithms) of one site of one layer."""
