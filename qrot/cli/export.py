@@ -29,7 +29,7 @@ def export(
     kind: Annotated[str, typer.Option("--format", help=f"One of {_formats()}.")] = "huggingface",
     scheme: Annotated[
         str | None,
-        typer.Option(help="Integers at W4A16, W8A8 or the like in place of the run's scheme."),
+        typer.Option(help="W4A16, W8A8, NVFP4, FP8 or the like in place of the run's scheme."),
     ] = None,
     group: Annotated[
         int | None, typer.Option(help="With --scheme: weights that share a scale; or a channel.")
