@@ -150,5 +150,18 @@ def opened_by_module(folder):
     return load_with_module(folder, MODULE)
 
 
+def watched(model):
+    """(layer, input, output) of each quantised linear layer, filled in as the model runs."""
+    import torch
+
+    seen = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_hook(
+                lambda m, x, y: seen.append((m, x[0].numpy().copy(), y.detach()))
+            )
+    return seen
+
+
 def apart(a, b):
     return np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()

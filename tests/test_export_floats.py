@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from exports import about, apart, export, fused, in_qrot, logits, opened, save, tokenizer
+from exports import about, apart, export, fused, in_qrot, logits, opened, save, tokenizer, watched
 from models import write_folder
 from pydantic import TypeAdapter
 from safetensors import safe_open
@@ -46,12 +46,7 @@ def rotations(folder):
 
 def compare_inputs(quantised, network, scheme):
     """Each quantised layer rounds its input as qrot's grid does."""
-    seen = []
-    for name, module in quantised.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.register_forward_hook(
-                lambda m, x, y: seen.append((m, x[0].numpy().copy(), y.detach()))
-            )
+    seen = watched(quantised)
     found = logits(quantised)
     assert len(seen) == 3 * 7
     for linear, x, y in seen:

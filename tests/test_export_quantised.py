@@ -21,6 +21,7 @@ from exports import (
     logits,
     opened,
     opened_by_module,
+    watched,
     write_run,
 )
 from models import VARIANTS, write_folder
@@ -99,17 +100,6 @@ def to_nearest(path, folder, scheme):
     """What of the rotations in a file weights can hold, in them, rounded to nearest."""
     network = fused(folder, offline(load_rotations(path)[0]))
     return rtn(network.replace(scheme=scheme))
-
-
-def watched(model):
-    """(layer, input, output) of each quantised linear layer, filled in as the model runs."""
-    seen = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.register_forward_hook(
-                lambda m, x, y: seen.append((m, x[0].numpy().copy(), y.detach()))
-            )
-    return seen
 
 
 def weights_of(quantised, network):
