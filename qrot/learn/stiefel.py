@@ -161,6 +161,22 @@ def _origin(params: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, params)
 
 
+def _in_turn(step: Callable[[Array, Array], Array], params: Any, directions: Any) -> Any:
+    """`step` of each leaf, none before the one in front of it is done.
+
+    On two CPU cores two factorisations of stacks at once wait for each other for ever: each holds a
+    thread while its parts wait for one (jaxlib 0.10). A barrier would not do, since XLA takes it
+    out; min(|x|, 0), which is 0, cannot be known before x.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    done: list[Array] = []
+    for r, d in zip(leaves, jax.tree.leaves(directions), strict=True):
+        if done:
+            d = d + jnp.minimum(jnp.abs(done[-1].ravel()[0]), 0).astype(d.dtype)
+        done.append(step(r, d))
+    return jax.tree.unflatten(structure, done)
+
+
 def _on_group(
     inner: optax.GradientTransformation,
     learning_rate: Rate,
@@ -194,8 +210,7 @@ def _on_group(
                 alpha = jnp.minimum(alpha, max_norm / (norm + 1e-8))
             return retract(r, alpha * d) - r
 
-        updates = jax.tree.map(step, params, directions)
-        return updates, StiefelState(state.steps + 1, inner_state)
+        return _in_turn(step, params, directions), StiefelState(state.steps + 1, inner_state)
 
     return optax.GradientTransformation(init, update)
 
