@@ -108,6 +108,11 @@ class Scheme:
         return f"W{w}A{a}{cache}"
 
     @property
+    def in_integers(self) -> bool:
+        """Whether bits alone say the codes of all grids."""
+        return all(grid.integers or not grid.on for grid in self.grids.values())
+
+    @property
     def grids(self) -> dict[str, Grid]:
         """Of weights, activations, keys and values."""
         return {role: getattr(self, role) for role in _GRANULARITY}

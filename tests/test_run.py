@@ -18,7 +18,7 @@ from runs import CALIBRATION, CHEAP, METHODS, WORDS, quiet
 from qrot.cli.run import run_and_report
 from qrot.errors import InputError
 from qrot.evaluate.perplexity import Windows
-from qrot.grid import Grid
+from qrot.grid import GRIDS, Grid
 from qrot.learn.settings import Learn
 from qrot.quantize.gptq import Gptq
 from qrot.quantize.mixed import Mixed
@@ -36,6 +36,17 @@ from qrot.sites import INPUTS, SITES
 from qrot.text import Data, read_texts
 
 GROUPED = Grid(4, granularity="group", group=32)
+
+
+def test_a_run_in_floating_point_says_so(config):
+    """Bits alone would call it W8A8."""
+    shown = io.StringIO()
+    scheme = Scheme(weights=GRIDS["FP8"], activations=GRIDS["FP8"])
+    few = replace(config, scheme=scheme, methods=("full_precision", "no_rotation"))
+    found = run_and_report(few, Console(file=shown, width=200))
+    assert [row.get("scheme") for row in found["rows"]] == [None, "FP8KV16"]
+    assert " at FP8KV16 on " in shown.getvalue()
+    assert 0 < found["rows"][1]["nll"] - found["rows"][0]["nll"] < 0.1
 
 
 def test_a_whole_run(config):

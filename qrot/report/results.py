@@ -81,7 +81,9 @@ def _bits(row: dict[str, Any]) -> str:
 
 
 def scheme_name(row: dict[str, Any]) -> str:
-    """The scheme of a row, such as W4A4KV4."""
+    """The scheme of a row, such as W4A4KV4; one whose codes are no integers says its name."""
+    if row.get("scheme"):
+        return row["scheme"]
     k, v = row["keys"], row["values"]
     cache = f"KV{k}" if k == v else f"K{k}V{v}"
     return f"W{row['weights']}A{row['activations']}{cache}"

@@ -66,6 +66,7 @@ class Row:
     learn_seconds: float = 0.0
     peak_gib: float = 0.0
     rotations: str = ""
+    scheme: str = ""
     mismatch: str = ""
     environment: dict[str, Plain] = field(default_factory=dict)
     zeroshot: dict[str, dict[str, float | None]] = field(default_factory=dict)

@@ -219,6 +219,7 @@ def _row(
         "activations": scheme.activations.bits,
         "keys": scheme.keys.bits,
         "values": scheme.values.bits,
+        **({} if scheme.in_integers else {"scheme": scheme.name}),
         **rounding,
         **judge(inputs, name, network),
         # Time that an interrupted run spent learning before is in learn_seconds.
