@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from qrot import cli
 from qrot.export.online import MODULE
 from qrot.export.verify import load_with_module, logits_in_qrot
-from qrot.grid import Grid
+from qrot.grid import Grid, fake_quantise
 from qrot.model.io.load import load
 from qrot.network import fold, fuse
 from qrot.quantize.keep import save_network
@@ -161,6 +161,20 @@ def watched(model):
                 lambda m, x, y: seen.append((m, x[0].numpy().copy(), y.detach()))
             )
     return seen
+
+
+def logits_with_rounded_inputs(quantised, scheme, layers=3):
+    """The logits; asserts that each quantised layer rounds its inputs as qrot's grid does."""
+    import torch
+
+    seen = watched(quantised)
+    found = logits(quantised)
+    assert len(seen) == 7 * layers
+    for linear, x, y in seen:
+        rounded = np.array(fake_quantise(jnp.asarray(x), scheme.activations))
+        expected = torch.nn.functional.linear(torch.tensor(rounded), linear.weight, linear.bias)
+        assert apart(y, expected.detach()) < 1e-5
+    return found
 
 
 def apart(a, b):

@@ -1,10 +1,20 @@
 """Exports in FP4 and FP8, opened by compressed-tensors in PyTorch, compute what qrot computes."""
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from exports import about, apart, export, fused, in_qrot, logits, opened, save, tokenizer, watched
+from exports import (
+    about,
+    apart,
+    export,
+    fused,
+    in_qrot,
+    logits,
+    logits_with_rounded_inputs,
+    opened,
+    save,
+    tokenizer,
+)
 from models import write_folder
 from pydantic import TypeAdapter
 from safetensors import safe_open
@@ -12,7 +22,7 @@ from safetensors import safe_open
 from qrot.export.floats import STORED, arguments, input_scale, pack_fp4
 from qrot.export.format import offline
 from qrot.export.formats import compressed_tensors as ct
-from qrot.grid import GRIDS, Grid, fake_quantise
+from qrot.grid import GRIDS, Grid
 from qrot.model.io.load import load
 from qrot.quantize.gptq import gptq
 from qrot.quantize.keep import save_network
@@ -44,18 +54,6 @@ def rotations(folder):
     return Transform(random_rotations(load(str(folder)).network.config, 0, sites=R1_R2))
 
 
-def compare_inputs(quantised, network, scheme):
-    """Each quantised layer rounds its input as qrot's grid does."""
-    seen = watched(quantised)
-    found = logits(quantised)
-    assert len(seen) == 3 * 7
-    for linear, x, y in seen:
-        rounded = np.array(fake_quantise(jnp.asarray(x), scheme.activations))
-        expected = torch.nn.functional.linear(torch.tensor(rounded), linear.weight, linear.bias)
-        assert apart(y, expected.detach()) < 1e-5
-    return found
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_floats_in_transformers(model, monkeypatch, tmp_path, preset):
     transform, scheme, out = rotations(model), ct.preset(preset), tmp_path / "out"
@@ -64,7 +62,7 @@ def test_floats_in_transformers(model, monkeypatch, tmp_path, preset):
     assert export(monkeypatch, path, *arguments) == 0
     network = rtn(fused(model, offline(transform)).replace(scheme=scheme))
     quantised = ct.load_unpacked(out)
-    found = compare_inputs(quantised, network, scheme)
+    found = logits_with_rounded_inputs(quantised, scheme)
     modules = dict(quantised.named_modules())
     for i in range(3):
         for name, module in (("q", "self_attn.q_proj"), ("down", "mlp.down_proj")):

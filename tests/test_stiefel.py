@@ -247,8 +247,7 @@ def test_stacks_are_factorised_one_after_the_other():
     }
     found = [line for line in entry.splitlines() if "lapack_sgetrf" in line]
     names = [line.split(" = ")[0].split()[-1] for line in found]
-    if not names:
-        pytest.skip("this version of JAX has another solver")
+    assert len(names) == len(params), "another solver: look anew at what hangs"
 
     def reached(name):
         seen, left = set(), [name]

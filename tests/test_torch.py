@@ -62,11 +62,12 @@ def test_rounding_to_a_grid(granularity, kind, dtype):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("clip", [1.0, "four_over_six"])
-@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "MXFP8", "FP8"])
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [(name, 1.0) for name in ("NVFP4", "MXFP4", "MXFP8", "FP8")]
+    + [(name, "four_over_six") for name in ("NVFP4", "MXFP4")],
+)
 def test_rounding_to_numbers_that_are_no_integers(name, clip):
-    if clip != 1.0 and GRIDS[name].codebook != "e2m1":
-        pytest.skip("there is no such grid")
     scheme = Scheme(activations=replace(GRIDS[name], clip=clip))
     x = random(2, 5, 64) * np.exp(3 * random(2, 5, 64, seed=1))
     x[0, 0] = 0

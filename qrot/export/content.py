@@ -120,6 +120,14 @@ def streamed(opened: Opened, transform: Transform, scheme: Scheme) -> Content:
     )
 
 
+def change_rounded(
+    layer: Layers, grids: LayerScheme, change: Callable[[Linear, Grid], Linear]
+) -> Layers:
+    """A layer (a stack of one) with its rounded projections changed, each told its grid."""
+    on = {name: grid for name, grid in grids.weights.items() if grid.on}
+    return layer.replace(**{n: change(layer.linear(n), grid) for n, grid in on.items()})
+
+
 def to_nearest(layer: Layers, online: Online, grids: LayerScheme) -> Layers:
     """A layer (a stack of one) with its weights on the nearest levels of their grids."""
 

@@ -68,7 +68,7 @@ def _nvfp4(codes: Codes, scale: Scales, tensor: float, dtype: Any) -> dict[str, 
 
 
 def _exponents(scale: Scales) -> UInt8[np.ndarray, "out groups"]:
-    return (np.log2(scale) + 127).astype(np.uint8)
+    return (np.frexp(scale)[1] + 126).astype(np.uint8)  # of powers of two, 2^e stored as e + 127
 
 
 def _mxfp4(codes: Codes, scale: Scales, tensor: float, dtype: Any) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from qrot.export.source import Source
 from qrot.export.verify import PYTORCH, Program
 from qrot.files.tensors import SHARD
 from qrot.model.params import Network
+from qrot.rotation.forms import Hadamard, Rotation
 from qrot.rotation.transform import Transform
 from qrot.scheme import Scheme
 from qrot.sites import ONLINE
@@ -132,6 +133,23 @@ def offline(transform: Transform) -> Transform:
     """What the weights can hold alone: R1, R2 and scales, no online rotation."""
     rotations = {name: r for name, r in transform.rotations.items() if name not in ONLINE}
     return Transform(rotations, transform.scales)
+
+
+def fixed_r4(rotation: Rotation | None, engine: str) -> Hadamard:
+    """R4, as engines transform by it; raises InputError where this one has no transform for it."""
+    if rotation is None:
+        raise InputError("--online: these rotations have no R4")
+    if not isinstance(rotation, Hadamard):
+        raise InputError(
+            f"{engine} runs a fixed Hadamard R4 only, not a learned one; learn with learn.online=[]"
+        )
+    order = rotation.block or rotation.size
+    if order & (order - 1):
+        raise InputError(
+            f"{engine}'s Hadamard transform needs a power of two, and R4 has {order}; learn with "
+            "rotations.down=128 or another power of two that divides"
+        )
+    return rotation
 
 
 def left_out(transform: Transform | None, held: Transform) -> str:

@@ -18,6 +18,7 @@ from gguf import LlamaFileType as FileType
 from jaxtyping import Float, Float32, Int8, UInt8
 
 from qrot.errors import InputError
+from qrot.export.content import change_rounded
 from qrot.grid import Grid
 from qrot.model.params import Layers, Linear
 from qrot.rotation.forms import Values
@@ -74,7 +75,7 @@ def type_of(weights: Grid) -> TensorType:
 def in_blocks(grid: Grid) -> bool:
     """Whether a type holds what is rounded to a grid: symmetric integers of at most 8 bits, and a
     scale that whole blocks share; also where it does not round."""
-    integers = grid.bits <= 8 and grid.qmax - grid.qmin == 2**grid.bits - 1
+    integers = grid.integers and grid.bits <= 8
     blocks = (grid.group or BLOCK) % BLOCK == 0
     return not grid.on or (grid.kind != "asymmetric" and integers and blocks)
 
@@ -115,7 +116,7 @@ def to_nearest(layer: Layers, online: Online, grids: LayerScheme) -> Layers:
         scale = None if grid.kind == "asymmetric" else jnp.asarray(_scales(raw, kind).T[None])
         return linear.replace(weight=jnp.asarray(weight), scale=scale)
 
-    return _changed(layer, grids, rounded)
+    return change_rounded(layer, grids, rounded)
 
 
 def _scales(raw: UInt8[np.ndarray, "rows bytes"], kind: Kind) -> Float32[np.ndarray, "rows blocks"]:
@@ -151,12 +152,7 @@ def on_float16_scales(layer: Layers, online: Online, grids: LayerScheme) -> Laye
             weight=jnp.asarray(weight.reshape(1, *codes.shape)), scale=jnp.asarray(written[None])
         )
 
-    return _changed(layer, grids, stored)
-
-
-def _changed(layer: Layers, grids: LayerScheme, change) -> Layers:
-    on = {name: grid for name, grid in grids.weights.items() if grid.on}
-    return layer.replace(**{n: change(layer.linear(n), grid) for n, grid in on.items()})
+    return change_rounded(layer, grids, stored)
 
 
 def through(table: Float[Values, "rows n"], kind: Kind) -> Float32[np.ndarray, "rows n"]:

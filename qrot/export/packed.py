@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from qrot.errors import InputError
 from qrot.export.checkpoint import layer_tensors
-from qrot.export.content import as_numpy
+from qrot.export.content import as_numpy, change_rounded
 from qrot.export.floats import STORED, arguments, input_scale, site_tensor_scales
 from qrot.grid import Grid, nearest
 from qrot.hadamard.factors import hadamard_dense
@@ -56,7 +55,7 @@ def to_nearest(layer: Layers, online: Online, grids: LayerScheme, *, dtype: Any)
         scale = _written(scale, grid, dtype)
         return _of_codes(linear, _codes(weight, scale, grid), scale, grid)
 
-    return _rounded(layer, grids, rounded)
+    return change_rounded(layer, grids, rounded)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -85,7 +84,7 @@ def on_written_scales(layer: Layers, online: Online, grids: LayerScheme, *, dtyp
         codes = _codes(linear.weight[0], scale, grid)
         return _of_codes(linear, codes, _written(scale, grid, dtype), grid)
 
-    return _rounded(layer, grids, stored)
+    return change_rounded(layer, grids, stored)
 
 
 def _written(
@@ -100,11 +99,6 @@ def _written(
         kind = np.dtype(dtype).name
         raise InputError(f"the scale of a weight is no {kind}; choose another --dtype")
     return written
-
-
-def _rounded(layer: Layers, grids: LayerScheme, change: Callable[[Linear, Grid], Linear]) -> Layers:
-    on = {name: grid for name, grid in grids.weights.items() if grid.on}
-    return layer.replace(**{n: change(layer.linear(n), grid) for n, grid in on.items()})
 
 
 def _split(weight: Any, scale: np.ndarray) -> Float[np.ndarray, "groups rows out"]:

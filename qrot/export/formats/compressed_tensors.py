@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from qrot.errors import InputError
 from qrot.export.checkpoint import stored_dtype, write_checkpoint
-from qrot.export.content import Content, acting, in_integers
+from qrot.export.content import Content, acting, in_integers, whole
 from qrot.export.floats import STORED, fault_of, largest_inputs
-from qrot.export.format import Format, Options, Plan, fitted, left_out, offline
+from qrot.export.format import Format, Options, Plan, fitted, fixed_r4, left_out, offline
 from qrot.export.online import MODULE, write_online
 from qrot.export.packed import (
     on_written_scales,
@@ -31,7 +31,7 @@ from qrot.export.source import Source, calibration_rows
 from qrot.export.verify import load_plain, load_with_module
 from qrot.grid import GRIDS, Grid
 from qrot.model.params import Layers, Network
-from qrot.rotation.forms import Hadamard, Rotation
+from qrot.rotation.forms import Hadamard
 from qrot.rotation.transform import Online, Transform
 from qrot.scheme import LayerScheme, Scheme, layer_schemes, scheme_named
 from qrot.sites import PROJECTIONS, SITE_OF
@@ -75,13 +75,13 @@ def check(source: Source, options: Options) -> Plan:
         )
     if not options.scheme and not options.weights and _holds(network, options.online):
         return plan(judged=network)
-    whole = fitted(source)
-    held = offline(whole)
+    all_fitted = fitted(source)
+    held = offline(all_fitted)
     if options.online:
-        down = vllm_rotation(whole.rotations.get("down"))
+        down = fixed_r4(all_fitted.rotations.get("down"), "vLLM")
         held = Transform({**held.rotations, "down": down}, held.scales)
     nearest = partial(to_nearest, dtype=kind)
-    return plan(transform=held, nearest=nearest, lost=left_out(whole, held))
+    return plan(transform=held, nearest=nearest, lost=left_out(all_fitted, held))
 
 
 def write(
@@ -90,9 +90,13 @@ def write(
     """Write the folder; see `Format`."""
     grids = layer_schemes(content.scheme, content.config.num_hidden_layers)
     down, dtype = content.online.rotations.get("down"), jnp.dtype(plan.dtype)
-    block = None if down is None else block_order(vllm_rotation(down))
+    block = None if down is None else block_order(fixed_r4(down, "vLLM"))
     more = {"quantization_config": quantization_config(grids, block)}
-    largest = _largest(source, content, grids)
+    largest = None
+    if _have_tensor_scales(grids):  # of the largest inputs, on text that the run calibrated on
+        network = content.network()
+        content = whole(network)
+        largest = largest_inputs(network, calibration_rows(source)[:_LOOKED_AT])
     write_checkpoint(
         folder,
         source.opened,
@@ -109,15 +113,10 @@ def write(
         write_online(folder, source, Online({"down": down}), Scheme())
 
 
-def _largest(
-    source: Source, content: Content, grids: list[LayerScheme]
-) -> list[dict[str, float]] | None:
-    """The largest inputs by layer and site, on text that the run calibrated on, where inputs have a
-    tensor scale; None where they have none."""
+def _have_tensor_scales(grids: list[LayerScheme]) -> bool:
+    """Whether inputs have a tensor scale."""
     pairs = [(g.weights[n], g.sites[SITE_OF[n]]) for g in grids for n in PROJECTIONS]
-    if not any(w.on and a.on and not a.integers and STORED[a.label].local for w, a in pairs):
-        return None
-    return largest_inputs(content.network(), calibration_rows(source)[:_LOOKED_AT])
+    return any(w.on and a.on and not a.integers and STORED[a.label].local for w, a in pairs)
 
 
 def load(folder: Path, source: Source) -> Any:
@@ -238,25 +237,8 @@ def _holds(network: Network | None, online: bool) -> bool:
     if beside.shifts or beside.clips or beside.rotations.keys() - ({"down"} if online else set()):
         return False
     if online:
-        vllm_rotation(beside.rotations.get("down"))
+        fixed_r4(beside.rotations.get("down"), "vLLM")
     return True
-
-
-def vllm_rotation(rotation: Rotation | None) -> Hadamard:
-    """R4; raises InputError where vLLM has no transform for it."""
-    if rotation is None:
-        raise InputError("--online: these rotations have no R4")
-    if not isinstance(rotation, Hadamard):
-        raise InputError(
-            "vLLM runs a fixed Hadamard R4 only, not a learned one; learn with learn.online=[]"
-        )
-    order = block_order(rotation)
-    if order & (order - 1):
-        raise InputError(
-            f"vLLM's Hadamard transform needs a power of two, and R4 has {order}; learn with "
-            "rotations.down=128 or another power of two that divides"
-        )
-    return rotation
 
 
 def block_order(rotation: Hadamard) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from qrot.errors import InputError
 from qrot.export import content
 from qrot.export.content import Change, Content, acting
-from qrot.export.format import Format, Options, Plan, fitted, left_out, offline
+from qrot.export.format import Format, Options, Plan, fitted, fixed_r4, left_out, offline
 from qrot.export.gguf_file import write_file
 from qrot.export.gguf_metadata import check_model, metadata, model_name
 from qrot.export.gguf_types import (
@@ -251,18 +251,6 @@ def _held(whole: Transform, online: bool) -> Transform:
 
 def llama_rotation(rotation: Rotation | None) -> Hadamard:
     """R4; raises InputError where llama.cpp's contract cannot say it."""
-    if rotation is None:
-        raise InputError("--online: these rotations have no R4")
-    if not isinstance(rotation, Hadamard):
-        raise InputError(
-            "llama.cpp runs a fixed Hadamard R4 only, not a learned one; learn with learn.online=[]"
-        )
-    if rotation.stack:
+    if isinstance(rotation, Hadamard) and rotation.stack:
         raise InputError("llama.cpp has one R4 for all layers, and this one has its own for each")
-    order = rotation.block or rotation.size
-    if order & (order - 1):
-        raise InputError(
-            f"llama.cpp's Hadamard transform needs a power of two, and R4 has {order}; learn with "
-            "rotations.down=128 or another power of two that divides"
-        )
-    return rotation
+    return fixed_r4(rotation, "llama.cpp")
